@@ -1,0 +1,92 @@
+"""Every metric once: name, kind, unit in the name, labels, help. Labels are bounded; a trajectory id is never one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+DELTAS = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 20)
+STEPS = (0, 1, 2, 3, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = SECONDS
+
+
+# flow
+TRAJECTORIES = Metric("timzero_trajectories", "gauge", "Trajectories of the run by state", ("run", "state"))
+TRAJECTORIES_ACCEPTED = Metric("timzero_trajectories_accepted_total", "counter", "Trajectories accepted", ("run",))
+TRAJECTORIES_DROPPED = Metric(
+    "timzero_trajectories_dropped_total", "counter", "Trajectories dropped", ("run", "reason")
+)
+QUEUE_DEPTH = Metric("timzero_queue_depth", "gauge", "Groups in the training queue, leased ones included", ("run",))
+REWARD_WAIT_SECONDS = Metric("timzero_reward_wait_seconds", "histogram", "From generated to rewarded", ("run",))
+REWARD_LATE = Metric(
+    "timzero_reward_late_total", "counter", "Rewards refused because the trajectory was sealed", ("run",)
+)
+GATE_CLOSED = Metric("timzero_admission_gate_closed_total", "counter", "Prompts refused with 429", ("run",))
+HTTP_REQUESTS = Metric("timzero_http_requests_total", "counter", "HTTP requests", ("route", "method", "status"))
+HTTP_SECONDS = Metric("timzero_http_request_seconds", "histogram", "HTTP request time", ("route",))
+DISPATCHED_GROUPS = Metric("timzero_dispatched_groups_total", "counter", "Groups sent to a replica", ("run",))
+CONTINUED_TRAJECTORIES = Metric(
+    "timzero_continued_trajectories_total", "counter", "Partial trajectories continued on another replica", ("run",)
+)
+REPLICA_FAILURES = Metric("timzero_replica_failures_total", "counter", "Generate streams that broke", ("reason",))
+
+# engine
+SAMPLED_TOKENS = Metric("timzero_sampled_tokens_total", "counter", "Tokens sampled", ("replica",))
+PREFILL_TOKENS = Metric("timzero_prefill_tokens_total", "counter", "Prompt and recomputed tokens run", ("replica",))
+PREFIX_HIT_TOKENS = Metric(
+    "timzero_prefix_hit_tokens_total", "counter", "Tokens found in the prefix cache", ("replica",)
+)
+PREEMPTIONS = Metric("timzero_preemptions_total", "counter", "Sequences preempted for recompute", ("replica",))
+CONTINUED_TOKENS = Metric(
+    "timzero_continued_tokens_total", "counter", "Tokens sampled behind another replica's prefix", ("replica",)
+)
+ENGINE_STEP_SECONDS = Metric("timzero_engine_step_seconds", "histogram", "One engine step", ("replica",))
+RUNNING_SEQUENCES = Metric("timzero_running_sequences", "gauge", "Sequences in the batch", ("replica",))
+WAITING_SEQUENCES = Metric("timzero_waiting_sequences", "gauge", "Sequences waiting for a place", ("replica",))
+KV_USAGE = Metric("timzero_kv_usage_ratio", "gauge", "Share of KV pages in use", ("replica",))
+KERNELS = Metric("timzero_kernels", "info", "Implementation executed per operation, read back", ("role",))
+
+# weights
+POLICY_STEP = Metric("timzero_policy_step", "gauge", "Version held", ("role", "member"))
+WEIGHT_SYNC_SECONDS = Metric("timzero_weight_sync_seconds", "histogram", "Time of one phase", ("phase",))
+WEIGHT_SYNC_BYTES = Metric("timzero_weight_sync_bytes_total", "counter", "Bytes moved", ("transport",))
+WEIGHT_SYNC_FAILURES = Metric("timzero_weight_sync_failures_total", "counter", "Failed phases", ("phase",))
+REPLICAS = Metric("timzero_replicas", "gauge", "Registered replicas by state", ("state",))
+PARITY_MISMATCH = Metric(
+    "timzero_parity_mismatch_tokens_total", "counter", "Probe tokens with differing bits", ("replica",)
+)
+
+# exactness
+COMPARED_TOKENS = Metric("timzero_tim_compared_tokens_total", "counter", "Tokens scored at their own version", ("run",))
+DIFFERING_TOKENS = Metric(
+    "timzero_tim_differing_tokens_total", "counter", "Of those, tokens whose bits differ", ("run",)
+)
+TIM_DELTA = Metric("timzero_tim_abs_delta", "histogram", "|trainer - engine logprob|, same version", ("run",), DELTAS)
+TIM_MAX_DELTA = Metric("timzero_tim_max_abs_delta", "gauge", "Largest |delta| of the last step", ("run",))
+TOP1_FLIPS = Metric("timzero_tim_top1_flips_total", "counter", "Tokens whose argmax differs", ("run",))
+NONFINITE = Metric("timzero_nonfinite_total", "counter", "Non-finite logprobs or rewards refused", ("run",))
+
+# trainer
+STEP = Metric("timzero_step", "gauge", "Next step to train", ("run",))
+STEP_SECONDS = Metric("timzero_step_seconds", "histogram", "One phase of a training step", ("run", "phase"))
+STALENESS_STEPS = Metric(
+    "timzero_staleness_steps", "histogram", "Step minus version of a trained token", ("run",), STEPS
+)
+TRAINED_TOKENS = Metric("timzero_trained_tokens_total", "counter", "Sampled tokens trained on", ("run",))
+LOSS = Metric("timzero_loss", "gauge", "Policy loss of the last step", ("run",))
+REWARD = Metric("timzero_reward_mean", "gauge", "Mean reward of the last step", ("run",))
+GRAD_NORM = Metric("timzero_grad_norm", "gauge", "Gradient norm before clipping", ("run",))
+ENTROPY = Metric("timzero_entropy", "gauge", "Mean entropy at the sampling temperature", ("run",))
+LAST_STEP_TIMESTAMP = Metric(
+    "timzero_last_step_timestamp_seconds", "gauge", "End of the last step, unix time", ("run",)
+)
+CHECKPOINT_STEP = Metric("timzero_checkpoint_step", "gauge", "Last durable checkpoint", ("run",))

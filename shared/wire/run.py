@@ -1,0 +1,154 @@
+"""What a run is: the one typed description that the gateway validates, Valkey keeps, and trainer and replicas obey."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from shared.config import strict
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED)
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Advantage, loss and correction. Formulas and their sources are in the trainer's modules of the same names."""
+
+    advantage: Literal["grpo", "reinforce_whitened"] = "grpo"
+    loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    mini_steps: int = 1
+    """Optimizer steps per batch; the batch is cut into this many parts by group, in order."""
+    tis_cap: float | None = 2.0
+    """Token-level truncated importance sampling, w = min(r_corr, cap). None: no weight."""
+    rejection: Literal["none", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"] = "none"
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)
+    """Ratio bounds (low, high) for k1; for k3 only the second is used, as an upper bound on the statistic."""
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm.mini_steps", self.mini_steps, 1)
+        _within("algorithm.clip_low", self.clip_low, 0.0, 1.0)
+        _at_least("algorithm.clip_high", self.clip_high, 0.0)
+        if self.tis_cap is not None and not self.tis_cap > 0:
+            raise ValueError(f"algorithm.tis_cap must be above 0 or absent, got {self.tis_cap}")
+        low, high = self.rejection_bounds
+        if not 0 < low <= 1 <= high and self.rejection.endswith("k1"):
+            raise ValueError(
+                f"algorithm.rejection_bounds must satisfy 0 < low <= 1 <= high, got {self.rejection_bounds}"
+            )
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    lr: float = 2e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"optimizer.lr must be >= 0, got {self.lr}")
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One run: one model, one trainer. Everything here is an input of the run; nothing about the machine is."""
+
+    run: str
+    model: str
+    """Hugging Face directory or hub name, as seen by every service."""
+    seed: int = 0
+    numerics: Literal["exact", "fast"] = "exact"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the published weights and of every forward. auto: bfloat16 where the device has the instructions."""
+    max_model_len: int = 1024
+    """Prompt and sampled tokens of one sequence, at most."""
+    num_steps: int = 1
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 8
+    lag: int = 1
+    """Fixed lag: batch s is generated entirely by version max(0, s - lag)."""
+    temperature: float = 1.0
+    """Of every training rollout; the trainer divides its logits by the same number."""
+    checkpoint_interval: int = 5
+    """Steps between durable checkpoints."""
+    keep_checkpoints: int = 2
+    queue_batches: int = 0
+    """Batches that may be accepted beyond the durable checkpoint. 0: checkpoint_interval + lag + 2."""
+    reward_deadline_s: float = 3600.0
+    on_mismatch: Literal["stop", "continue"] = "stop"
+    """What exact mode does when one bit of one logprob differs."""
+    micro_batch_tokens: int = 4096
+    """Packed rows of one forward and backward, at most (a single group may exceed it)."""
+    activation_checkpointing: bool = False
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        if not self.run or len(self.run) > 64 or not all(c.isalnum() or c in "-_" for c in self.run):
+            raise ValueError(f"run must be 1 to 64 letters, digits, '-' or '_', got {self.run!r}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
+        for name in ("max_model_len", "num_steps", "prompts_per_step", "samples_per_prompt", "checkpoint_interval",
+                     "keep_checkpoints", "micro_batch_tokens"):  # fmt: skip
+            _at_least(name, getattr(self, name), 1)
+        _at_least("lag", self.lag, 0)
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be above 0 (greedy belongs to the evaluation lane), got {self.temperature}"
+            )
+        if not self.reward_deadline_s > 0:
+            raise ValueError(f"reward_deadline_s must be above 0, got {self.reward_deadline_s}")
+        if self.algorithm.mini_steps > self.prompts_per_step:
+            raise ValueError(
+                f"algorithm.mini_steps ({self.algorithm.mini_steps}) exceeds prompts_per_step ({self.prompts_per_step})"
+            )
+        if self.algorithm.advantage == "grpo" and self.samples_per_prompt < 2:
+            raise ValueError("grpo compares siblings: samples_per_prompt must be at least 2, got 1")
+        if self.queue_batches and self.queue_batches <= self.checkpoint_interval + self.lag:
+            raise ValueError(
+                f"queue_batches must exceed checkpoint_interval + lag = {self.checkpoint_interval + self.lag}, "
+                f"got {self.queue_batches}: entries stay queued until a checkpoint covers them, so the run would deadlock"
+            )
+
+    @property
+    def queue_bound_batches(self) -> int:
+        return self.queue_batches or self.checkpoint_interval + self.lag + 2
+
+    def batch_of(self, prompt_number: int) -> int:
+        """The training step that consumes this prompt."""
+        return prompt_number // self.prompts_per_step
+
+    def version_for(self, batch: int) -> int:
+        """The policy step that every token of this batch is sampled with."""
+        return max(0, batch - self.lag)
+
+
+def _at_least(name: str, value: float, bound: float) -> None:
+    if not value >= bound:
+        raise ValueError(f"{name} must be >= {bound}, got {value}")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
