@@ -1,0 +1,425 @@
+"""Python client of the gateway's HTTP API. No torch; docs/http.md explains routes and rules.
+
+>>> from timzero.client import ApiError, Client
+>>> with Client("http://127.0.0.1:8000", api_key=None) as client:
+...     client.create_run({"run": "demo", "model": "/models/smol", "num_steps": 2, "prompts_per_step": 1})
+...     results = client.post_prompts("demo", [
+...         {"number": 0, "prompt_id": "task-0", "n": 8, "sampling": {"max_tokens": 6},
+...          "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "The answer is"}],
+...          "continue_final_message": True, "metadata": {"answer": "4"}}])
+...     # [{"index": 0, "status": 202, "number": 0, "group_id": "demo.0", "trajectory_ids": ["demo.0.0", ...]}]
+...     # status 200: accepted before with the same body; 4xx: refused, see results[i]["problem"]; 429: the gate is closed
+...     for event in client.stream_events("demo", last_event_id="0", deadline_s=60):
+...         if event.type == "trajectory.completed":
+...             t = client.trajectory("demo", event.trajectory_id)   # text, token_ids, logprobs (float32 array), metadata
+...             client.put_reward("demo", event.trajectory_id, "grader", 1.0 if " 4" in t["text"] else 0.0)
+...     evaluation = client.create_eval("demo", [{"prompt": "2 + 3 ="}], sampling={"temperature": 0.0, "max_tokens": 6})
+...     evaluation = client.wait_eval("demo", evaluation["eval_id"], deadline_s=60)
+...     evaluation["items"][0]["samples"][0]["text"]
+
+Every call has a deadline (`deadline_s`, default the client's `timeout_s`) within which transport errors and answers that
+the server calls retryable are tried again: with the Retry-After it names, and with an Idempotency-Key on POST, so that
+nothing happens twice. An answer that stays an error raises `ApiError` with the problem document. A Client may be used
+from several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import httpx_sse
+import msgpack
+import numpy as np
+import tenacity
+
+MSGPACK = "application/msgpack"
+
+
+class ApiError(Exception):
+    """The server answered with an error. `document` is its RFC 9457 problem document."""
+
+    def __init__(self, status: int, document: Mapping[str, Any], retry_after_s: float | None = None) -> None:
+        self.status = status
+        self.document = dict(document)
+        self.code: str = self.document.get("code", "")
+        self.retryable: bool = bool(self.document.get("retryable", status in (502, 503, 504)))
+        self.retry_after_s = retry_after_s
+        fields = "".join(f"; {e.get('pointer')}: {e.get('detail')}" for e in self.document.get("errors", ()))
+        super().__init__(
+            f"{status} {self.code or self.document.get('title', '')}: {self.document.get('detail', '')}{fields}"
+        )
+
+
+class DeadlineError(TimeoutError):
+    """The call's deadline passed; the message says what was being waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a run's stream. `cursor` is what `last_event_id` takes."""
+
+    cursor: str
+    type: str
+    trajectory_id: str
+    group_id: str
+    data: Mapping[str, Any]
+
+
+class Client:
+    """Args:
+    base_url: of the gateway, e.g. "http://127.0.0.1:8000".
+    api_key: bearer token, or None where the gateway has no keys.
+    timeout_s: default deadline of a call, retries included.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=base_url.rstrip("/"), headers=headers)
+        self.base_url = base_url
+        self.timeout_s = timeout_s
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # runs
+
+    def create_run(self, config: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
+        """Creates a run, or returns the one that has this very configuration. ApiError run-exists when it differs."""
+        return self._json("POST", "/v1/runs", json=dict(config), deadline_s=deadline_s)
+
+    def get_run(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
+        """`state`, `reason`, `step`, `durable_step`, `config`, ..."""
+        return self._json("GET", f"/v1/runs/{run}", deadline_s=deadline_s)
+
+    def runs(self, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
+        return self._pages("/v1/runs", "runs", {}, deadline_s)
+
+    def pause(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
+        return self._json("POST", f"/v1/runs/{run}:pause", json={"reason": reason}, deadline_s=deadline_s)
+
+    def resume(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
+        return self._json("POST", f"/v1/runs/{run}:resume", json={}, deadline_s=deadline_s)
+
+    def stop(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
+        return self._json("POST", f"/v1/runs/{run}:stop", json={"reason": reason}, deadline_s=deadline_s)
+
+    # prompts, trajectories, rewards
+
+    def post_prompts(
+        self,
+        run: str,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        gate_deadline_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Posts prompts; posting an equal one again is harmless and returns the same ids.
+
+        Args:
+            items: as in the module's example and docs/http.md.
+            gate_deadline_s: how long to go on posting items that the closed admission gate refuses. 0: once.
+
+        Returns: one result per item, in order; status 202 accepted, 200 accepted before, 429 gate closed, other: refused.
+        """
+        results: list[dict[str, Any]] = [{} for _ in items]
+        open_indices = list(range(len(items)))
+        gate_deadline = time.monotonic() + gate_deadline_s
+        while open_indices:
+            answer, retry_after_s = self._post_prompts_once(run, [items[i] for i in open_indices], deadline_s)
+            for i, result in zip(open_indices, answer, strict=True):
+                results[i] = {**result, "index": i}
+            open_indices = [i for i in open_indices if results[i]["status"] == 429]
+            left_s = gate_deadline - time.monotonic()
+            if not open_indices or left_s <= 0:
+                break
+            time.sleep(min(retry_after_s, left_s))
+        return results
+
+    def _post_prompts_once(
+        self, run: str, items: list[Mapping[str, Any]], deadline_s: float | None
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Returns: results and the seconds after which a gate that is closed may be open."""
+        try:
+            response = self._request(
+                "POST",
+                f"/v1/runs/{run}/prompts",
+                msgpack_body={"items": items},
+                deadline_s=deadline_s,
+                retry_gate=False,
+            )
+        except ApiError as error:
+            if error.code != "capacity-exhausted":
+                raise
+            refused = {"status": 429, "problem": error.document}
+            return [{"index": i, **refused} for i in range(len(items))], error.retry_after_s or 1.0
+        return _decoded(response)["items"], _retry_after_s(response) or 1.0
+
+    def trajectory(self, run: str, trajectory_id: str, *, deadline_s: float | None = None) -> dict[str, Any]:
+        """The full record. `logprobs` is a float32 array with the engine's very bits, None before it is generated."""
+        response = self._request(
+            "GET", f"/v1/runs/{run}/trajectories/{trajectory_id}", accept=MSGPACK, deadline_s=deadline_s
+        )
+        return _with_arrays(_decoded(response))
+
+    def trajectories(
+        self,
+        run: str,
+        *,
+        state: str | None = None,
+        full: bool = False,
+        limit: int = 256,
+        deadline_s: float | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """All trajectories of a run, in cursor order, page by page.
+
+        Args:
+            state: only those in this state.
+            full: records as `trajectory` returns them instead of summaries.
+        """
+        params = {"limit": limit, **({"state": state} if state else {}), **({"view": "full"} if full else {})}
+        for item in self._pages(f"/v1/runs/{run}/trajectories", "trajectories", params, deadline_s):
+            yield _with_arrays(item) if full else item
+
+    def stream_events(
+        self, run: str, *, last_event_id: str = "0", deadline_s: float, types: Iterable[str] = ()
+    ) -> Iterator[Event]:
+        """Events of the run behind `last_event_id` ("0": from the beginning), until the deadline.
+
+        A broken connection is opened again where it broke; no event is lost or given twice. Ends silently at the deadline.
+        """
+        deadline = time.monotonic() + deadline_s
+        backoff_s = 0.1
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                for event in self._stream_once(run, last_event_id, left_s, list(types)):
+                    last_event_id, backoff_s = event.cursor, 0.1
+                    yield event
+                    if time.monotonic() >= deadline:
+                        return
+                # The server ends a stream at its deadline, and when it shuts down.
+                failure_wait_s = backoff_s
+            except httpx.TransportError:
+                failure_wait_s = backoff_s
+            except ApiError as error:
+                if not error.retryable:
+                    raise
+                failure_wait_s = max(backoff_s, error.retry_after_s or 0.0)
+            time.sleep(max(0.0, min(failure_wait_s, deadline - time.monotonic())))
+            backoff_s = min(2 * backoff_s, 2.0)
+
+    def _stream_once(self, run: str, last_event_id: str, left_s: float, types: list[str]) -> Iterator[Event]:
+        params: dict[str, Any] = {"timeout_s": round(left_s, 3), **({"type": types} if types else {})}
+        # Heartbeats come every few seconds, so a read that waits longer means a dead connection.
+        timeout = httpx.Timeout(min(self.timeout_s, left_s), read=min(30.0, left_s + 1.0))
+        with httpx_sse.connect_sse(
+            self._http,
+            "GET",
+            f"/v1/runs/{run}/trajectories/stream",
+            params=params,
+            headers={"Last-Event-ID": last_event_id},
+            timeout=timeout,
+        ) as source:
+            if source.response.status_code != 200:
+                source.response.read()
+                raise _api_error(source.response)
+            for sse in source.iter_sse():
+                data = json.loads(sse.data) if sse.data else {}
+                yield Event(sse.id, sse.event, data.get("trajectory_id", ""), data.get("group_id", ""), data)
+
+    def put_reward(
+        self,
+        run: str,
+        trajectory_id: str,
+        source: str,
+        value: float,
+        *,
+        revision: int = 0,
+        deadline_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Idempotent; a higher revision replaces. ApiError reward-too-late once the trajectory is sealed."""
+        path = f"/v1/runs/{run}/trajectories/{trajectory_id}/rewards/{source}"
+        return self._json("PUT", path, json={"value": value, "revision": revision}, deadline_s=deadline_s)
+
+    def put_rewards(
+        self, run: str, rewards: Sequence[Mapping[str, Any]], *, deadline_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Args: rewards: `{trajectory_id, source, value, revision?}`. Returns: one result per reward, `status` as of a PUT."""
+        path = f"/v1/runs/{run}/rewards:batch"
+        response = self._request("POST", path, msgpack_body={"items": list(rewards)}, deadline_s=deadline_s)
+        return _decoded(response)["items"]
+
+    # evaluations
+
+    def create_eval(
+        self,
+        run: str,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        n: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Args:
+        items: prompts (`prompt`, `messages` or `prompt_token_ids`).
+        n: samples per item.
+        sampling: temperature 0 (the default) is greedy.
+        fields: `version` (policy step to pin; default: the newest published one), `seed`, `metadata`.
+        """
+        body = {"items": list(items), "n": n, "sampling": dict(sampling or {}), **fields}
+        return self._json("POST", f"/v1/runs/{run}/evals", json=body, deadline_s=deadline_s)
+
+    def get_eval(
+        self, run: str, eval_id: str, *, wait_s: float = 0.0, deadline_s: float | None = None
+    ) -> dict[str, Any]:
+        """Args: wait_s: how long the server may hold the answer back until the evaluation is complete."""
+        path = f"/v1/runs/{run}/evals/{eval_id}"
+        return self._json("GET", path, params={"wait_s": wait_s} if wait_s else {}, deadline_s=deadline_s)
+
+    def wait_eval(self, run: str, eval_id: str, *, deadline_s: float) -> dict[str, Any]:
+        """The evaluation once all its samples are generated. Raises DeadlineError."""
+        deadline = time.monotonic() + deadline_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            evaluation = self.get_eval(run, eval_id, wait_s=min(left_s, 20.0), deadline_s=left_s + self.timeout_s)
+            if evaluation["state"] != "running":
+                return evaluation
+        raise DeadlineError(f"evaluation {eval_id} of run {run} is not complete after {deadline_s} s")
+
+    # what the run did
+
+    def steps(self, run: str, *, after: int = -1, deadline_s: float | None = None) -> list[dict[str, Any]]:
+        """What the trainer recorded for every step > `after`, in order."""
+        found: list[dict[str, Any]] = []
+        while True:
+            page = self._json("GET", f"/v1/runs/{run}/steps", params={"after": after}, deadline_s=deadline_s)
+            found += page["steps"]
+            if page["next_after"] is None:
+                return found
+            after = page["next_after"]
+
+    def metrics(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
+        """Snapshot: accepted, trained, dropped by reason, live, queue depth, gate, newest step."""
+        return self._json("GET", f"/v1/runs/{run}/metrics", deadline_s=deadline_s)
+
+    def versions(self, run: str, *, deadline_s: float | None = None) -> list[dict[str, Any]]:
+        """Published and retained versions, ascending."""
+        return self._json("GET", f"/v1/runs/{run}/versions", deadline_s=deadline_s)["versions"]
+
+    def version(self, run: str, step: int, *, deadline_s: float | None = None) -> dict[str, Any]:
+        """One version with its manifest."""
+        return self._json("GET", f"/v1/runs/{run}/versions/{step}", deadline_s=deadline_s)
+
+    def ready(self, *, deadline_s: float = 5.0) -> bool:
+        """One look at /readyz; False while a dependency is missing or nothing answers."""
+        try:
+            return self._http.get("/readyz", timeout=deadline_s).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    # transport
+
+    def _pages(
+        self, path: str, field: str, params: dict[str, Any], deadline_s: float | None
+    ) -> Iterator[dict[str, Any]]:
+        cursor: str | None = None
+        while True:
+            query = {**params, **({"cursor": cursor} if cursor else {})}
+            page = _decoded(self._request("GET", path, params=query, accept=MSGPACK, deadline_s=deadline_s))
+            yield from page[field]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                return
+
+    def _json(self, method: str, path: str, *, deadline_s: float | None, **kwargs: Any) -> dict[str, Any]:
+        return _decoded(self._request(method, path, deadline_s=deadline_s, **kwargs))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline_s: float | None,
+        accept: str = "application/json",
+        msgpack_body: Any = None,
+        retry_gate: bool = True,
+        **kwargs: Any,
+    ) -> httpx.Response:
+        """Raises ApiError, or httpx.TransportError when nothing answered before the deadline."""
+        deadline = time.monotonic() + (self.timeout_s if deadline_s is None else deadline_s)
+        headers = {"Accept": accept}
+        if method == "POST":
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        if msgpack_body is not None:
+            headers["Content-Type"] = MSGPACK
+            kwargs["content"] = msgpack.packb(msgpack_body)
+
+        def attempt() -> httpx.Response:
+            left_s = max(0.05, deadline - time.monotonic())
+            response = self._http.request(method, path, headers=headers, timeout=left_s, **kwargs)
+            if response.status_code >= 400:
+                raise _api_error(response)
+            return response
+
+        def may_retry(error: BaseException) -> bool:
+            if isinstance(error, ApiError):
+                return error.retryable and (retry_gate or error.status != 429)
+            return isinstance(error, httpx.TransportError)
+
+        def out_of_time(state: tenacity.RetryCallState) -> bool:
+            return time.monotonic() + (state.upcoming_sleep or 0.0) >= deadline
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(may_retry), wait=_wait_s, stop=out_of_time, reraise=True
+        )
+        return retrying(attempt)
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    """Retry-After where the server named one, else exponential from 0.1 s to 5 s with jitter."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, ApiError) and error.retry_after_s is not None:
+        return error.retry_after_s
+    return min(5.0, 0.1 * 2 ** min(state.attempt_number, 8)) * random.uniform(0.5, 1.0)
+
+
+def _decoded(response: httpx.Response) -> dict[str, Any]:
+    if response.headers.get("content-type", "").startswith(MSGPACK):
+        return msgpack.unpackb(response.content)
+    return response.json()
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    try:
+        return float(response.headers["retry-after"])
+    except (KeyError, ValueError):
+        return None
+
+
+def _api_error(response: httpx.Response) -> ApiError:
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        document = {"title": response.reason_phrase, "detail": response.text[:500], "status": response.status_code}
+    return ApiError(response.status_code, document, _retry_after_s(response))
+
+
+def _with_arrays(trajectory: dict[str, Any]) -> dict[str, Any]:
+    """msgpack's raw logprob bytes as a float32 array."""
+    raw = trajectory.pop("logprobs_f32", None)
+    trajectory["logprobs"] = None if raw is None else np.frombuffer(raw, dtype="<f4")
+    return trajectory
