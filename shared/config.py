@@ -1,21 +1,27 @@
 """TOML file + environment + command line -> frozen dataclasses. An unknown key is an error that names the nearest key.
 
 Later sources win: file, then environment (`TIMZERO_<SERVICE>_<FIELD>`, nested fields joined by `__`), then `key=value`
-arguments (nested keys joined by dots).
+arguments (nested keys joined by dots). A text from the environment or the command line is read as the field's own type
+and, where it is none (lists, tables), as a TOML value. "none" is None in a field that may be None, since TOML has no null.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import os
 import sys
+import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from shared.masking import MASK, is_credential
 
 T = TypeVar("T")
 
@@ -24,7 +30,7 @@ EXIT_CONFIG = 2
 
 
 class ConfigError(ValueError):
-    """What is wrong with the configuration, the value got, and what to do."""
+    """What is wrong with the configuration, the value got, and what to do. Never holds a credential."""
 
 
 def strict(cls: type[T]) -> type[T]:
@@ -39,15 +45,13 @@ def structure(cls: type[T], values: Mapping[str, Any]) -> T:
     try:
         return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, e['loc'])) or cls.__name__}: {e['msg']}, got {e['input']!r}" for e in error.errors()
-        ]
-        raise ConfigError("; ".join(lines)) from error
+        # Without the cause: its text repeats the values, credentials among them.
+        raise ConfigError("; ".join(_line(cls, e) for e in error.errors())) from None
 
 
 def unstructure(config: Any) -> dict[str, Any]:
     """The inverse of `structure`, JSON-ready."""
-    return TypeAdapter(type(config)).dump_python(config, mode="json") if is_dataclass(config) else asdict(config)
+    return TypeAdapter(type(config)).dump_python(config, mode="json")
 
 
 def load(
@@ -70,21 +74,21 @@ def load(
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            values = tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read configuration {path}: {error}") from error
         if isinstance(values.get(service), dict):
             values = values[service]
     prefix = f"TIMZERO_{service.upper()}_"
     for name, text in (os.environ if environ is None else environ).items():
         if name.startswith(prefix):
-            _assign(values, name[len(prefix) :].lower().split("__"), text)
+            _assign(cls, values, name[len(prefix) :].lower().split("__"), text, source=name)
     for word in overrides:
         key, sign, text = word.partition("=")
         if not sign:
             raise ConfigError(f"expected key=value, got {word!r}")
-        _assign(values, key.split("."), text)
-    return structure(cls, values)
+        _assign(cls, values, key.split("."), text, source=key)
+    return structure(cls, _with_nulls(cls, values))
 
 
 def load_or_exit(cls: type[T], *, service: str, argv: Sequence[str] | None = None) -> T:
@@ -92,8 +96,9 @@ def load_or_exit(cls: type[T], *, service: str, argv: Sequence[str] | None = Non
     words = list(sys.argv[1:] if argv is None else argv)
     if any(w in ("-h", "--help") for w in words):
         print(f"usage: python -m services.{service} [CONFIG.toml] [key=value ...]\n\nkeys:")
-        for f in fields(cls):  # type: ignore[arg-type]
-            print(f"  {f.name}: {f.type}")
+        for key in keys(cls):
+            print(f"  {key.name}: {key.type} = {key.default}")
+            print(textwrap.indent(textwrap.fill(key.doc, 100), "      "), end="\n" if key.doc else "")
         raise SystemExit(0)
     path = words.pop(0) if words and "=" not in words[0] else None
     try:
@@ -103,28 +108,104 @@ def load_or_exit(cls: type[T], *, service: str, argv: Sequence[str] | None = Non
         raise SystemExit(EXIT_CONFIG) from error
 
 
-def _assign(values: dict[str, Any], keys: Sequence[str], text: str) -> None:
-    for key in keys[:-1]:
-        values = values.setdefault(key, {})
-    values[keys[-1]] = _scalar(text)
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of a configuration, as help and documentation show it."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
 
 
-def _scalar(text: str) -> Any:
+def keys(cls: type, prefix: str = "") -> Iterator[Key]:
+    """Every key of a configuration in order, nested ones with dots; `doc` is the string below the field."""
+    hints, docs = get_type_hints(cls), _field_docs(cls)
+    for f in fields(cls):
+        nested = _dataclass_in(hints[f.name])
+        if nested is not None and f.default_factory is nested:
+            yield from keys(nested, f"{prefix}{f.name}.")
+            continue
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        shown = "required" if default is MISSING else repr(str(default) if isinstance(default, str) else default)
+        yield Key(f"{prefix}{f.name}", str(f.type), shown, docs.get(f.name, ""))
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for field, below in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[field.target.id] = " ".join(text.split())
+    return docs
+
+
+def _assign(cls: type, values: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
+    kind: Any = cls
+    for depth, key in enumerate(path):
+        owner = _dataclass_in(kind)
+        kind = get_type_hints(owner).get(key) if owner is not None else None
+        if depth < len(path) - 1:
+            values = values.setdefault(key, {})
+            if not isinstance(values, dict):
+                raise ConfigError(f"{source}: {'.'.join(path[: depth + 1])} is a value and has no keys of its own")
+    values[path[-1]] = text if kind is not None and _reads_as(kind, text) else _toml_value(text)
+
+
+def _with_nulls(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    hints, out = get_type_hints(cls), dict(values)
+    for key, value in values.items():
+        kind = hints.get(key)
+        nested = _dataclass_in(kind)
+        if value == "none" and type(None) in get_args(kind):
+            out[key] = None
+        elif nested is not None and isinstance(value, Mapping):
+            out[key] = _with_nulls(nested, value)
+    return out
+
+
+def _reads_as(kind: Any, text: str) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+def _toml_value(text: str) -> Any:
     """A TOML value where the text is one (lists, booleans, numbers), else the text itself."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        table = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["x"] if len(table) == 1 else text
+
+
+def _line(cls: type, error: Any) -> str:
+    where = ".".join(map(str, error["loc"])) or cls.__name__
+    if error["type"] == "value_error":  # from __post_init__: the text holds the value, the input is the whole record
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return f"{where} is required"
+    got = MASK if any(is_credential(str(part)) for part in error["loc"]) else repr(error["input"])
+    return f"{where}: {error['msg']}, got {got}"
+
+
+def _dataclass_in(kind: Any) -> type | None:
+    """The configuration class that a field holds: `C`, `C | None`."""
+    found = [k for k in (kind, *get_args(kind)) if isinstance(k, type) and is_dataclass(k)]
+    return found[0] if found else None
 
 
 def _refuse_unknown(cls: type, values: Mapping[str, Any], prefix: str) -> None:
-    known = {f.name for f in fields(cls)}
     hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
     for key, value in values.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown key {prefix}{key}; the nearest key is {prefix}{near[0]}" if near else f"unknown key {key}"
-            )
-        if is_dataclass(hints[key]) and isinstance(value, Mapping):
-            _refuse_unknown(hints[key], value, f"{prefix}{key}.")  # type: ignore[arg-type]
+            raise ConfigError(f"unknown key {prefix}{key}; the nearest key is {prefix}{near[0]}")
+        nested = _dataclass_in(hints[key])
+        if nested is not None and isinstance(value, Mapping):
+            _refuse_unknown(nested, value, f"{prefix}{key}.")

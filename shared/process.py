@@ -1,4 +1,4 @@
-"""What every service process does alike: JSON logs, stop on SIGTERM, gRPC health, exit codes."""
+"""What every service process does alike: JSON logs, stop on SIGTERM, exit codes."""
 
 from __future__ import annotations
 
@@ -10,38 +10,47 @@ from typing import Any
 
 import structlog
 
+from shared.masking import masked
+
 EXIT_REFUSED = 3
 """The process is healthy but may not serve this run (other numerics, cache too small)."""
 EXIT_FAULT = 70
 """A loop failed; the log's last line says why."""
 
-_SECRET_WORDS = ("key", "token", "password", "secret", "authorization")
-_NOT_SECRET = ("_tokens", "token_id", "key_id")
-
 
 def setup_logging(service: str, *, level: str = "info") -> None:
-    """One JSON object a line on stderr. Values whose key looks like a credential are masked."""
+    """One JSON object a line on stderr, from structlog and from libraries that use `logging`. Credentials are masked."""
+
+    def add_service(_logger: Any, _method: str, event: Any) -> Any:
+        # Not a context variable: those are lost in threads that other libraries start.
+        return {"service": service, **event}
+
+    def mask(_logger: Any, _method: str, event: Any) -> Any:
+        return masked(event)
+
+    before: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        add_service,
+        mask,
+    ]
+    render = structlog.processors.JSONRenderer(default=str)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            _mask_secrets,
-            structlog.processors.JSONRenderer(),
-        ],
+        processors=[*before, render],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    structlog.contextvars.bind_contextvars(service=service)
-
-
-def _mask_secrets(_logger: Any, _method: str, event: Any) -> Any:
-    for name in event:
-        lowered = name.lower()
-        if any(w in lowered for w in _SECRET_WORDS) and not any(w in lowered for w in _NOT_SECRET):
-            event[name] = "***"
-    return event
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *before],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())), force=True)
+    logging.captureWarnings(True)
 
 
 def stop_event() -> asyncio.Event:

@@ -67,6 +67,12 @@ class OptimizerConfig:
         if not self.lr >= 0:
             raise ValueError(f"optimizer.lr must be >= 0, got {self.lr}")
         _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must both be in [0, 1), got {self.betas}")
+        for name in ("eps", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} must be above 0, got {getattr(self, name)}")
 
 
 @strict
@@ -105,8 +111,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        if not self.run or len(self.run) > 64 or not all(c.isalnum() or c in "-_" for c in self.run):
-            raise ValueError(f"run must be 1 to 64 letters, digits, '-' or '_', got {self.run!r}")
+        if not self.run or len(self.run) > 64 or not all(c.isascii() and (c.isalnum() or c in "-_") for c in self.run):
+            raise ValueError(f"run must be 1 to 64 ASCII letters, digits, '-' or '_', got {self.run!r}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
         for name in ("max_model_len", "num_steps", "prompts_per_step", "samples_per_prompt", "checkpoint_interval",
