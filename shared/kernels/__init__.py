@@ -1,0 +1,21 @@
+"""Every operation that can touch a logprob (torch only)."""
+
+from shared.kernels.attention_layout import AttentionLayout
+from shared.kernels.logprob import LogprobOutput
+from shared.kernels.ops import Mode, Ops, build_ops
+from shared.kernels.sampling import SampleOutput, SamplingParams
+from shared.kernels.self_check import InexactKernelError, default_dtype, fingerprint, self_check
+
+__all__ = [
+    "AttentionLayout",
+    "InexactKernelError",
+    "LogprobOutput",
+    "Mode",
+    "Ops",
+    "SampleOutput",
+    "SamplingParams",
+    "build_ops",
+    "default_dtype",
+    "fingerprint",
+    "self_check",
+]

@@ -1,0 +1,139 @@
+"""The operations of one numerics mode on one device, and what they were found to be.
+
+`exact` keeps the row contract: an output row is a function of its own input row (in attention, of its own prefix) and of
+the weights, and of nothing else. `fast` is what others run: the library's kernels as they come.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.kernels import fast
+from shared.kernels.activation import silu_mul
+from shared.kernels.attention import attention
+from shared.kernels.attention_layout import AttentionLayout
+from shared.kernels.embedding import embedding
+from shared.kernels.linear import Linear, has_onednn_float32, onednn_linear, padded_linear
+from shared.kernels.logprob import LogprobOutput, lm_logprob
+from shared.kernels.norm import rms_norm
+from shared.kernels.rope import rope
+from shared.kernels.sampling import SampleOutput, SamplingParams, sample
+
+Mode = Literal["exact", "fast"]
+
+
+class Ops:
+    """The functions of one mode; build it with `build_ops`.
+
+    Every method that takes activations accepts float32 and bfloat16, and its weights in the same dtype.
+    """
+
+    def __init__(self, mode: Mode, device: torch.device) -> None:
+        self.mode = mode
+        self.device = device
+        self._linear: Linear = F.linear if mode == "fast" else linear_candidates()[0]
+
+    def use_linear(self, linear: Linear) -> None:
+        """Replace the matrix product; the self-check does so when the first choice is not exact here."""
+        self._linear = linear
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """[T, N] = x Wᵀ + b (`linear.py`)."""
+        return self._linear(x_TK, weight_NK, bias_N)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """[..., D] -> [..., D] (`norm.py`)."""
+        return self._pick(rms_norm, fast.rms_norm)(x_TD, weight_D, eps)
+
+    def rope(self, x_THD: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+        """[T, H, D] rotated by table rows [T, D / 2] (`rope.py`)."""
+        return rope(x_THD, cos_Td, sin_Td)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up (`activation.py`)."""
+        return self._pick(silu_mul, fast.silu_mul)(gate, up)
+
+    def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+        """[T] -> [T, D] (`embedding.py`)."""
+        return embedding(token_ids_T, weight_VD)
+
+    def attention(
+        self,
+        q_THD: Tensor,
+        k_RKD: Tensor,
+        v_RKD: Tensor,
+        layout: AttentionLayout,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """[T, H, D] queries over row stores [R, Hkv, D] (`attention.py`)."""
+        attend = self._pick(attention, fast.attention)
+        return attend(q_THD, k_RKD, v_RKD, layout, scale, sliding_window=sliding_window, softcap=softcap)
+
+    def lm_logprob(
+        self,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        targets_R: Tensor,
+        temperature_R: Tensor,
+        *,
+        weight32_VD: Tensor | None = None,
+    ) -> LogprobOutput:
+        """Log-probability, argmax and entropy of each row's target (`logprob.py`)."""
+        if self.mode == "fast":
+            return fast.lm_logprob(hidden_RD, weight_VD, targets_R, temperature_R)
+        return lm_logprob(hidden_RD, weight_VD, targets_R, temperature_R, weight32_VD=weight32_VD, linear=self._linear)
+
+    def sample(
+        self, hidden_RD: Tensor, weight_VD: Tensor, params: SamplingParams, *, weight32_VD: Tensor | None = None
+    ) -> SampleOutput:
+        """One token per row (`sampling.py`)."""
+        if self.mode == "fast":
+            return sample(hidden_RD, weight_VD, params, weight32_VD=weight_VD, linear=fast.head_linear)
+        return sample(hidden_RD, weight_VD, params, weight32_VD=weight32_VD, linear=self._linear)
+
+    def describe(self) -> dict[str, str]:
+        """The implementation that each operation runs, read back from this object."""
+        names = {
+            "linear": self._linear,
+            "rms_norm": self._pick(rms_norm, fast.rms_norm),
+            "rope": rope,
+            "silu_mul": self._pick(silu_mul, fast.silu_mul),
+            "embedding": embedding,
+            "attention": self._pick(attention, fast.attention),
+            "lm_logprob": self._pick(lm_logprob, fast.lm_logprob),
+            "sample": sample,
+        }
+        return {op: _name(function) for op, function in names.items()}
+
+    def _pick(self, exact: Callable, other: Callable) -> Callable:
+        return exact if self.mode == "exact" else other
+
+
+def linear_candidates() -> list[Linear]:
+    """The exact matrix products, fastest first."""
+    return [onednn_linear, padded_linear] if has_onednn_float32() else [padded_linear]
+
+
+def build_ops(mode: Mode, device: str | torch.device = "cpu") -> Ops:
+    """The operations of a mode on a device.
+
+    Raises:
+        ValueError: an unknown mode, or a device that has no exact kernels.
+    """
+    device = torch.device(device)
+    if mode not in ("exact", "fast"):
+        raise ValueError(f"the numerics mode must be 'exact' or 'fast', got {mode!r}; set one of the two")
+    if mode == "exact" and device.type != "cpu":
+        raise ValueError(f"exact mode has no kernels for device {str(device)!r}; use device 'cpu' or mode 'fast'")
+    return Ops(mode, device)
+
+
+def _name(function: Callable) -> str:
+    module = getattr(function, "__module__", None) or "torch"
+    return f"{module.removeprefix('shared.kernels.')}.{getattr(function, '__name__', repr(function))}"
