@@ -1,10 +1,11 @@
 """msgpack with a schema version byte in front. Arrays are raw little-endian bytes; nothing is ever pickled.
 
->>> decode_group(encode_group(group)) == group  # arrays compare by value
+>>> encode_group(decode_group(data)) == data  # to the byte
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +17,18 @@ from shared.wire.types import FinishReason, Group, Kv, SamplingParams, Span, Spa
 SCHEMA_VERSION = 1
 
 _ARRAYS = {"token_ids": "<i4", "logprobs": "<f4", "top1": "<i4", "loss_mask": "|u1"}
+
+_NUMBER = int | float
+_GROUP_TYPES = {"run": str, "group_id": str, "prompt_number": int}
+_TRAJECTORY_TYPES = {
+    "trajectory_id": str, "group_id": str, "prompt_id": str, "sample_index": int, "run": str, "seed": int,
+    "fingerprint": str, "reward": _NUMBER | None, "rewards": _NUMBER, "replicas": str, "timestamps": _NUMBER,
+}  # fmt: skip
+_SAMPLING_TYPES = {
+    "temperature": _NUMBER, "max_tokens": int, "stop_token_ids": int, "stop": str,
+    "top_p": _NUMBER, "top_k": int, "min_p": _NUMBER,
+}  # fmt: skip
+_SPAN_TYPES = {"start": int, "end": int, "lineage": int, "policy_step": int, "manifest_digest": str}
 
 
 class CodecError(ValueError):
@@ -47,9 +60,16 @@ def decode_group(data: bytes) -> Group:
     record = _unpack(data)
     try:
         trajectories = tuple(_trajectory(t) for t in record.pop("trajectories"))
-        return Group(**record, trajectories=trajectories)
-    except (KeyError, TypeError, AttributeError) as error:
+        group = Group(**record, trajectories=trajectories)
+    except (KeyError, TypeError) as error:
         raise CodecError(f"not a group record: {error}") from error
+    _check_types(group, _GROUP_TYPES)
+    for t in trajectories:
+        if (t.run, t.group_id) != (group.run, group.group_id):
+            raise CodecError(
+                f"group {group.group_id} of run {group.run} holds {t.trajectory_id} of {t.run}, {t.group_id}"
+            )
+    return group
 
 
 def _pack(record: dict[str, Any]) -> bytes:
@@ -62,8 +82,8 @@ def _unpack(data: bytes) -> dict[str, Any]:
         raise CodecError(f"schema version {found}, this build reads {SCHEMA_VERSION}")
     try:
         record = msgpack.unpackb(memoryview(data)[1:], raw=False)
-    except Exception as error:  # msgpack raises half a dozen unrelated types on malformed input
-        raise CodecError(f"malformed msgpack: {error}") from error
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise CodecError(f"malformed msgpack: {error or type(error).__name__}") from error
     if not isinstance(record, dict):
         raise CodecError(f"expected a map, got {type(record).__name__}")
     return record
@@ -90,12 +110,13 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
             Span(start=a, end=b, kind=SpanKind(k), lineage=g, policy_step=s, manifest_digest=d, kv=Kv(v))
             for a, b, k, g, s, d, v in record["spans"]
         )
-        sampling = record["sampling"]
+        sampling = dict(record["sampling"])
         for name in ("stop", "stop_token_ids"):
             sampling[name] = tuple(sampling[name])
         record["sampling"] = SamplingParams(**sampling)
         record["finish_reason"] = FinishReason(record["finish_reason"])
         record["replicas"] = tuple(record["replicas"])
+        record["rewards"], record["timestamps"] = dict(record["rewards"]), dict(record["timestamps"])
         trajectory = Trajectory(**record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CodecError(f"not a trajectory record: {error}") from error
@@ -103,9 +124,22 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
     return trajectory
 
 
+def _check_types(record: Any, types: dict[str, Any]) -> None:
+    """Raises CodecError unless every field named, or every item in it, is of its type: msgpack keeps no schema."""
+    for name, kind in types.items():
+        value = getattr(record, name)
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+            raise CodecError(f"{type(record).__name__}.{name}: got {value!r:.60}")
+
+
 def validate(trajectory: Trajectory) -> None:
-    """Raises CodecError when lengths, spans or numbers contradict each other."""
+    """Raises CodecError when types are wrong, or lengths, spans or numbers contradict each other."""
     t = trajectory
+    _check_types(t, _TRAJECTORY_TYPES)
+    _check_types(t.sampling, _SAMPLING_TYPES)
+    for span in t.spans:
+        _check_types(span, _SPAN_TYPES)
     problems = []
     if len(t.top1) != len(t.logprobs):
         problems.append(f"{len(t.logprobs)} logprobs but {len(t.top1)} top-1 ids")
@@ -115,8 +149,8 @@ def validate(trajectory: Trajectory) -> None:
         problems.append(f"{len(t.logprobs)} logprobs for {len(t.token_ids)} tokens")
     if not np.isfinite(t.logprobs).all():
         problems.append("a logprob that is not finite")
-    if t.reward is not None and not np.isfinite(t.reward):
-        problems.append(f"reward {t.reward}")
+    if not all(math.isfinite(r) for r in (t.reward or 0, *t.rewards.values())):
+        problems.append(f"reward {t.reward} of {t.rewards}")
     end = 0
     for span in t.spans:
         if span.start != end or span.end <= span.start:
@@ -125,5 +159,10 @@ def validate(trajectory: Trajectory) -> None:
         end = span.end
     if end != len(t.token_ids):
         problems.append(f"spans cover {end} of {len(t.token_ids)} tokens")
+    num_sampled = sum(span.end - span.start for span in t.spans if span.kind is SpanKind.SAMPLED)
+    if num_sampled != len(t.logprobs):
+        problems.append(f"spans say {num_sampled} sampled tokens, there are {len(t.logprobs)} logprobs")
+    if (t.loss_mask > 1).any():
+        problems.append("a loss mask that is neither 0 nor 1")
     if problems:
         raise CodecError(f"trajectory {t.trajectory_id}: " + "; ".join(problems))
