@@ -1,0 +1,98 @@
+"""The one file that a version is on disk: safetensors, written at once or chunk by chunk, read by mapping it.
+
+The header is written here because the weights arrive in pieces; the `safetensors` package reads the file like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from shared.wire.pb.weight_sync_pb2 import Manifest, TensorEntry
+from shared.wire.tensors import ITEM_BYTES, RawTensor, raw_view
+
+WEIGHTS_FILE = "weights.safetensors"
+
+_SAFETENSORS_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPE = {short: name for name, short in _SAFETENSORS_NAME.items()}
+
+
+def version_directory(root: Path, manifest: Manifest) -> Path:
+    """Where a version lies below a root: {run}/{lineage}-{step}-{digest[:12]}."""
+    v = manifest.version
+    return root / manifest.run / f"{v.lineage}-{v.step}-{v.digest[:12]}"
+
+
+def uri_path(uri: str) -> Path:
+    """Local path of a file:// uri. Raises ValueError for any other."""
+    parts = urlsplit(uri)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise ValueError(f"expected a file:// uri of a directory, got {uri!r}")
+    return Path(url2pathname(parts.path))
+
+
+def file_layout(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
+    """Header of a safetensors file, and where in the file each tensor begins.
+
+    Wider dtypes come first, so that every tensor is aligned to its element.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for e in sorted(entries, key=lambda e: (-ITEM_BYTES[e.dtype], e.name)):
+        header[e.name] = {
+            "dtype": _SAFETENSORS_NAME[e.dtype],
+            "shape": list(e.shape),
+            "data_offsets": [end, end + e.nbytes],
+        }
+        end += e.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: start + v["data_offsets"][0] for n, v in header.items()}
+
+
+def write_file(path: Path, manifest: Manifest, tensors: Mapping[str, RawTensor]) -> None:
+    """Writes a safetensors file and syncs it to disk."""
+    header, begins = file_layout(manifest.tensors)
+    with path.open("xb") as file:
+        file.write(header)
+        for name in sorted(begins, key=begins.__getitem__):
+            file.write(raw_view(tensors[name].data))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(path: Path) -> dict[str, RawTensor]:
+    """Tensors of a safetensors file, mapped and read-only. Raises OSError, ValueError when it is no such file."""
+    with path.open("rb") as file:
+        try:
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            start = 8 + int.from_bytes(view[:8], "little")
+            header = json.loads(bytes(view[8:start]))
+            tensors = {}
+            for name, e in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = e["data_offsets"]
+                tensor = RawTensor(_DTYPE[e["dtype"]], tuple(e["shape"]), view[start + begin : start + end])
+                if len(tensor.data) != tensor.nbytes:
+                    raise ValueError(f"tensor {name}: {tensor.nbytes} bytes expected, the file has {len(tensor.data)}")
+                tensors[name] = tensor
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from error
+    return tensors
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes renames inside `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
