@@ -238,10 +238,10 @@ def _retry(attempt: Callable[[float], T], *, address: str, deadline_s: float) ->
     end = time.monotonic() + deadline_s
     policy = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_transient),
-        stop=tenacity.stop_before_delay(deadline_s),
+        stop=tenacity.stop_any(tenacity.stop_before_delay(deadline_s), _is_damaged_again),
         wait=tenacity.wait_exponential_jitter(initial=0.1, max=2.0),
         before_sleep=lambda state: log.warning(
-            "weight_sync call failed, trying again", weight_sync=address, reason=str(state.outcome.exception())
+            "weight_sync call failed, trying again", weight_sync=address, reason=_reason(state)
         ),
         reraise=True,
     )
@@ -252,10 +252,20 @@ def _retry(attempt: Callable[[float], T], *, address: str, deadline_s: float) ->
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, grpc.RpcError):
-        # Bytes that were damaged on their way are sent again.
-        return error.code() in (*_TRANSIENT, grpc.StatusCode.DATA_LOSS)
-    return isinstance(error, DigestMismatch)
+    # Bytes that were damaged on their way are sent again.
+    return isinstance(error, grpc.RpcError) and error.code() in (*_TRANSIENT, grpc.StatusCode.DATA_LOSS)
+
+
+def _is_damaged_again(state: tenacity.RetryCallState) -> bool:
+    """Three times in a row it is not the way that damages them."""
+    error = state.outcome.exception() if state.outcome else None
+    is_damaged = isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.DATA_LOSS
+    return is_damaged and state.attempt_number >= 3
+
+
+def _reason(state: tenacity.RetryCallState) -> str:
+    error = state.outcome.exception() if state.outcome else None
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
 
 
 def _translated(error: Any, address: str) -> WeightSyncError:
