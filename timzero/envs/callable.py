@@ -54,7 +54,9 @@ def as_prompt(value: Any, *, where: str) -> Prompt:
     if isinstance(value, (list, tuple)) and value:
         if all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
             return tuple(value)
-        if all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
+        if all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+        ):
             return tuple({"role": m["role"], "content": m["content"]} for m in value)
     raise EnvironmentFault(
         f"{where}: 'prompt' must be text, a list of messages with role and content, or a list of token ids, got {value!r}"

@@ -72,7 +72,9 @@ class ReasoningGym:
         c = self.config
         if c.dataset not in DATASETS:
             near = difflib.get_close_matches(c.dataset, DATASETS, n=3, cutoff=0.4)
-            raise EnvironmentFault(f"reasoning-gym has no dataset {c.dataset!r}; near names: {', '.join(near) or 'none'}")
+            raise EnvironmentFault(
+                f"reasoning-gym has no dataset {c.dataset!r}; near names: {', '.join(near) or 'none'}"
+            )
         try:
             return create_dataset(c.dataset, seed=stable_hash("reasoning_gym", seed), size=c.size, **c.options)
         except (TypeError, ValueError, AssertionError) as error:

