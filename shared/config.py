@@ -127,9 +127,11 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
         if nested is not None and f.default_factory is nested:
             yield from keys(nested, f"{prefix}{f.name}.")
             continue
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        shown = "required" if default is MISSING else repr(str(default) if isinstance(default, str) else default)
-        yield Key(f"{prefix}{f.name}", str(f.type), shown, docs.get(f.name, ""))
+        if f.default_factory is not MISSING:
+            default = "computed"  # on this machine: nothing that documentation could quote
+        else:
+            default = "required" if f.default is MISSING else repr(f.default)
+        yield Key(f"{prefix}{f.name}", str(f.type), default, docs.get(f.name, ""))
 
 
 def _field_docs(cls: type) -> dict[str, str]:
