@@ -1,0 +1,220 @@
+"""The WeightSync service of weight_sync.proto: checks, stores, tells the registry, and answers. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from services.weight_sync import store as storage
+from services.weight_sync.changes import Changes
+from services.weight_sync.config import WeightSyncConfig
+from services.weight_sync.distribute import Distributor
+from services.weight_sync.registry import RefusedError, Registry, UnknownReplicaError
+from services.weight_sync.store import Store, UnknownVersionError
+from services.weight_sync.transports import directory
+from services.weight_sync.transports.stream import Upload, download
+from services.weight_sync.versions import ConflictError, FencedError, Published, Version
+from shared.metrics import names
+from shared.metrics.server import metric
+from shared.wire.pb import weight_sync_pb2 as pb
+from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncServicer
+from shared.wire.tensor_file import WEIGHTS_FILE
+from shared.wire.tensors import DigestMismatch
+
+log = structlog.get_logger()
+
+# In this order: DigestMismatch is a ValueError, too.
+_CODES = (
+    (FencedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (ConflictError, grpc.StatusCode.ALREADY_EXISTS),
+    (UnknownReplicaError, grpc.StatusCode.NOT_FOUND),
+    (UnknownVersionError, grpc.StatusCode.NOT_FOUND),
+    (DigestMismatch, grpc.StatusCode.DATA_LOSS),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+    (OSError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+)
+
+
+class Servicer(WeightSyncServicer):
+    def __init__(
+        self, config: WeightSyncConfig, registry: Registry, store: Store, changes: Changes, distributor: Distributor
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._store = store
+        self._changes = changes
+        self._distributor = distributor
+
+    # Trainer
+
+    async def Publish(self, request_iterator: AsyncIterator[pb.PublishChunk], context: Any) -> pb.PublishReply:
+        async with _answering(context):
+            started = time.monotonic()
+            stream = aiter(request_iterator)
+            first = await anext(stream, pb.PublishChunk())
+            published = storage.published(first.manifest, published_at=time.time())
+            await self._fence(published.version.run, first.epoch)
+            if not await self._has(published.version):
+                await self._receive(published, first, stream)
+                metric(names.WEIGHT_SYNC_SECONDS).labels("publish").observe(time.monotonic() - started)
+                log.info("published", version=str(published.version), bytes=published.nbytes, uri=first.manifest.uri)
+            return pb.PublishReply(version=_version(published.version))
+
+    async def _receive(self, published: Published, first: pb.PublishChunk, stream: AsyncIterator) -> None:
+        """Verified bytes on disk first, then the registry. Nothing is left of a publish that fails."""
+        manifest, version = first.manifest, published.version
+        temporary = await asyncio.to_thread(self._store.temporary, version.run)
+        try:
+            if manifest.uri:
+                await asyncio.to_thread(directory.check, manifest)
+            else:
+                upload = await asyncio.to_thread(Upload, temporary / WEIGHTS_FILE, manifest)
+                with contextlib.closing(upload):
+                    async for message in stream:
+                        await asyncio.to_thread(upload.add, message.chunk)
+                    await asyncio.to_thread(upload.finish)
+            metric(names.WEIGHT_SYNC_BYTES).labels("directory" if manifest.uri else "grpc").inc(published.nbytes)
+            async with self._distributor.store_lock:
+                # Another trainer may have taken over, or published the same, while the bytes came.
+                self._registry.versions.fence(version.run, first.epoch)
+                if not await self._has(version):
+                    await asyncio.to_thread(self._store.put, manifest, temporary)
+                self._registry.versions.add(published)
+            self._changes.fire()
+        finally:
+            await asyncio.to_thread(self._store.discard, temporary)
+
+    async def _has(self, version: Version) -> bool:
+        """Whether the version is published and its bytes are still there. Raises ConflictError."""
+        return self._registry.versions.holds(version) and await asyncio.to_thread(self._store.has_weights, version)
+
+    async def _fence(self, run: str, epoch: int) -> None:
+        """Raises FencedError."""
+        async with self._distributor.store_lock:
+            if self._registry.versions.fence(run, epoch):
+                await asyncio.to_thread(self._store.save_epoch, run, epoch)
+
+    async def Retain(self, request: pb.RetainRequest, context: Any) -> pb.RetainReply:
+        async with _answering(context):
+            await self._fence(request.run, request.epoch)
+            self._registry.versions.retain(request.run, request.oldest_step)
+            return pb.RetainReply(num_dropped=await self._distributor.collect())
+
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> pb.ListVersionsReply:
+        serving = [r.serving for r in self._registry.replicas.values()]
+        versions = [
+            pb.VersionInfo(
+                version=_version(p.version),
+                published_at=p.published_at,
+                nbytes=p.nbytes,
+                replicas_ready=serving.count(p.version),
+            )
+            for p in self._registry.versions.list(request.run)
+        ]
+        return pb.ListVersionsReply(versions=versions)
+
+    async def GetManifest(self, request: pb.GetManifestRequest, context: Any) -> pb.Manifest:
+        async with _answering(context):
+            return self._store.manifest(self._store.find(request.run, request.digest))
+
+    # Replicas
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterReply:
+        async with _answering(context):
+            if not (request.replica and request.incarnation and request.address):
+                raise ValueError(f"replica, incarnation and address are needed, got {request}")
+            self._registry.register(
+                request.replica,
+                request.incarnation,
+                request.address,
+                request.kv_capacity_tokens,
+                now=time.monotonic(),
+            )
+            log.info("registered", replica=request.replica, incarnation=request.incarnation, address=request.address)
+            self._changes.fire()
+            return pb.RegisterReply(heartbeat_s=self._config.heartbeat_s, run=self._registry.run)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
+        async with _answering(context):
+            key = request.replica, request.incarnation
+            if self._registry.heartbeat(*key, request.manifest_digest, now=time.monotonic()):
+                log.warning("replica serves another version", replica=key[0], digest=request.manifest_digest)
+                self._changes.fire()
+            return pb.HeartbeatReply()
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterReply:
+        self._registry.deregister(request.replica, request.incarnation)
+        log.info("deregistered", replica=request.replica, incarnation=request.incarnation)
+        self._changes.fire()
+        return pb.DeregisterReply()
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.TensorChunk]:
+        async with _answering(context):
+            version = self._store.find(request.run, request.digest)
+            manifest, path = self._store.manifest(version), self._store.weights(version)
+            stream = await asyncio.to_thread(download, path, manifest, request.names)
+            while chunk := await asyncio.to_thread(next, stream, None):
+                metric(names.WEIGHT_SYNC_BYTES).labels("grpc").inc(len(chunk.data))
+                yield chunk
+
+    # Dispatcher
+
+    async def SetNeeded(self, request: pb.SetNeededRequest, context: Any) -> pb.SetNeededReply:
+        is_published = self._registry.set_needed(request.run, request.step)
+        log.info("needed", run=request.run, step=request.step, published=is_published)
+        self._changes.fire()
+        return pb.SetNeededReply(published=is_published)
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Fleet]:
+        last = None
+        with self._changes.subscribe() as changed:
+            while not self._changes.is_closed:
+                changed.clear()
+                fleet = self._fleet()
+                if fleet != last:
+                    last = fleet
+                    yield fleet
+                await changed.wait()
+
+    def _fleet(self) -> pb.Fleet:
+        registry = self._registry
+        replicas = [
+            pb.Replica(
+                replica=r.name,
+                incarnation=r.incarnation,
+                address=r.address,
+                state=registry.state(r),
+                reason=registry.reason(r),
+                version=_version(r.serving) if r.serving else None,
+            )
+            for _, r in sorted(registry.replicas.items())
+        ]
+        versions = [p.version for p in registry.versions.list(registry.run)]
+        return pb.Fleet(
+            run=registry.run,
+            replicas=replicas,
+            versions=[_version(v) for v in versions if registry.versions.resolve(v.run, v.step) == v],
+            needed_step=registry.needed[1] if registry.needed else 0,
+        )
+
+
+def _version(v: Version) -> pb.Version:
+    return pb.Version(lineage=v.lineage, step=v.step, digest=v.digest)
+
+
+@contextlib.asynccontextmanager
+async def _answering(context: Any) -> AsyncIterator[None]:
+    """Turns what the service refuses into a gRPC status whose text is the reason."""
+    try:
+        yield
+    except tuple(kind for kind, _ in _CODES) as error:
+        code = next(code for kind, code in _CODES if isinstance(error, kind))
+        log.warning("refused", code=code.name, reason=str(error))
+        await context.abort(code, str(error))

@@ -1,0 +1,56 @@
+"""Shared directory: the trainer has written the file, replicas map it, weight_sync checks it and deletes it in the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+
+from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.tensor_file import WEIGHTS_FILE, read_file, uri_path
+from shared.wire.tensors import DigestMismatch, ManifestError, verify
+
+log = structlog.get_logger()
+
+
+def check(manifest: Manifest) -> None:
+    """Reads the whole file. Raises ManifestError when it can't be read here, DigestMismatch when it holds other bytes."""
+    path = uri_path(manifest.uri) / WEIGHTS_FILE
+    try:
+        tensors = read_file(path)
+    except OSError as error:
+        raise ManifestError(
+            f"cannot read {path}: {error}. Mount the trainer's directory here under the same path, or publish with grpc"
+        ) from error
+    except ValueError as error:
+        raise DigestMismatch(str(path), "a whole safetensors file", str(error)) from error
+    verify(manifest, tensors)
+
+
+def sweep(manifests: Iterable[Manifest], *, run: str, oldest_step: int, keep: Iterable[Path]) -> None:
+    """Deletes the run's directories of steps below `oldest_step`: dropped versions, and what trainers left that were
+    fenced or died before they could publish it.
+
+    Args:
+        manifests: where the run's directories lie is taken from these.
+        keep: directories that are still in use.
+    """
+    roots = {uri_path(m.uri).parent for m in manifests if m.uri and m.run == run}
+    kept = set(keep)
+    for root in roots:
+        for directory in root.glob("*-*-*"):
+            match = re.fullmatch(r"\d+-(\d+)-[0-9a-f]{12}", directory.name)
+            if root.name == run and match and int(match[1]) < oldest_step and directory not in kept:
+                _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Removes what a publisher writes, and nothing else. A directory that resists costs space, not the service."""
+    try:
+        for path in (*directory.glob(".*.tmp"), directory / WEIGHTS_FILE):
+            path.unlink(missing_ok=True)
+        directory.rmdir()
+    except OSError as error:
+        log.warning("cannot delete a retired version", path=str(directory), reason=str(error))
