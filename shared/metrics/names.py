@@ -90,3 +90,15 @@ LAST_STEP_TIMESTAMP = Metric(
     "timzero_last_step_timestamp_seconds", "gauge", "End of the last step, unix time", ("run",)
 )
 CHECKPOINT_STEP = Metric("timzero_checkpoint_step", "gauge", "Last durable checkpoint", ("run",))
+OPTIMIZER_STEPS_SKIPPED = Metric(
+    "timzero_optimizer_steps_skipped_total",
+    "counter",
+    "Optimizer steps left out: nothing was accepted, or the gradient is not finite",
+    ("run",),
+)
+REJECTED_TRAJECTORIES = Metric(
+    "timzero_rejected_trajectories_total", "counter", "Trajectories that the correction kept out of the loss", ("run",)
+)
+LINEAGE_FORKS = Metric(
+    "timzero_lineage_forks_total", "counter", "Versions trained again to other weights and published in a new lineage", ("run",)
+)

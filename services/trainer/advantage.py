@@ -1,0 +1,77 @@
+"""Advantages: how much better a trajectory did than what it is compared with.
+
+One scalar per trajectory; each of its trainable tokens gets it. Everything runs in float64 on the CPU and in the order of
+the batch, so the numbers depend on nothing but the rewards.
+
+Legend: N trajectories of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+GRPO_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
+
+
+def grpo(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """Group-relative: A = (R - mean) / (std + 1e-6), sample deviation, over the accepted siblings.
+
+    A group with one survivor, or whose survivors scored alike, teaches nothing: exactly 0. DeepSeekMath,
+    https://arxiv.org/abs/2402.03300.
+    """
+    advantage_N = torch.zeros_like(reward_N)
+    for group in group_N.unique().tolist():
+        members = (group_N == group) & accepted_N
+        reward = reward_N[members]
+        if len(reward) < 2 or bool(reward.min() == reward.max()):
+            continue
+        advantage_N[members] = (reward - reward.mean()) / (reward.std() + GRPO_EPSILON)
+    return advantage_N
+
+
+def reinforce_whitened(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """Batch-whitened return: A = (R - mean) * rsqrt(var + 1e-8) over the accepted tokens of the whole batch.
+
+    The reward comes at the end and is not discounted, so every token of a trajectory has the same return; moments
+    are over tokens, with the unbiased variance. REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """
+    weight_N = torch.where(accepted_N, num_tokens_N, 0).double()
+    num_tokens = weight_N.sum()
+    if num_tokens < 2:
+        return torch.zeros_like(reward_N)
+    mean = (weight_N * reward_N).sum() / num_tokens
+    variance = (weight_N * (reward_N - mean).square()).sum() / (num_tokens - 1)
+    return torch.where(accepted_N, (reward_N - mean) * torch.rsqrt(variance + WHITEN_EPSILON), 0.0)
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "grpo": grpo,
+    "reinforce_whitened": reinforce_whitened,
+}
+
+
+def advantages(name: str, *, reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """Args:
+        name: key of ADVANTAGES.
+        reward_N: [N] float64, finite.
+        group_N: [N] int64, the prompt that each trajectory answers.
+        num_tokens_N: [N] int64, trainable tokens.
+        accepted_N: [N] bool; what was rejected takes part in no statistic and gets 0.
+
+    Returns:
+        [N] float64.
+    """
+    if reward_N.dtype != torch.float64 or accepted_N.dtype != torch.bool:
+        raise ValueError(
+            f"advantages need float64 rewards and a bool mask, got {reward_N.dtype} and {accepted_N.dtype}"
+        )
+    if not reward_N.shape == group_N.shape == num_tokens_N.shape == accepted_N.shape:
+        raise ValueError(
+            f"advantages need one reward, group, token count and mask per trajectory, got shapes {list(reward_N.shape)}, "
+            f"{list(group_N.shape)}, {list(num_tokens_N.shape)}, {list(accepted_N.shape)}"
+        )
+    return ADVANTAGES[name](reward_N, group_N, num_tokens_N, accepted_N)

@@ -1,0 +1,56 @@
+"""What a trainer process is told about its machine; everything about the run comes from the run's own RunConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.config import strict
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """`python -m services.trainer [CONFIG.toml] [key=value ...]`, the same on every rank."""
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    weight_sync: str = "127.0.0.1:7301"
+    """host:port."""
+    run_dir: str = "runs"
+    """Directory shared by all ranks. Run NAME keeps {run_dir}/NAME/checkpoints, trajectories and steps.jsonl."""
+    transport: Literal["directory", "grpc"] = "grpc"
+    """How published bytes travel."""
+    directory: str | None = None
+    """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
+    run: str | None = None
+    """Train only the run of this name; None: whatever run is not over."""
+    exit_when_done: bool = False
+    """Exit with code 0 after the first run that ends, instead of waiting for the next."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+    """Of torch, per rank; part of the numerics fingerprint."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """gRPC Status and health, rank 0 only. 0 picks a free one; the log line `ready` names it."""
+    metrics_port: int = 0
+    """Prometheus /metrics, rank 0 only."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    poll_s: float = 2.0
+    """Longest single wait for a run or a batch; a stop signal is seen in between."""
+    publish_deadline_s: float = 600.0
+    """How long a publish may wait for weight_sync to come back."""
+    collective_timeout_s: float = 1800.0
+    """After which ranks that wait for one another give up; must exceed publish_deadline_s."""
+
+    def __post_init__(self) -> None:
+        if (self.transport == "directory") != (self.directory is not None):
+            raise ValueError(
+                f"directory goes with transport 'directory', got {self.transport!r} and {self.directory!r}"
+            )
+        for name in ("threads", "poll_s", "publish_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.collective_timeout_s > self.publish_deadline_s:
+            raise ValueError(
+                f"collective_timeout_s ({self.collective_timeout_s}) must exceed publish_deadline_s ({self.publish_deadline_s})"
+            )

@@ -1,0 +1,199 @@
+"""The trainer's two connections to the outside: the training queue in Valkey and weight_sync.
+
+Rank 0 makes every call; every rank gets the answer, or the same error. Long waits are cut into slices of `poll_s`, between
+which the stop signal is seen and the other ranks hear that rank 0 is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.trainer.batch import PolicyVersion
+from services.trainer.config import TrainerConfig
+from services.trainer.distributed import TellAll, World
+from shared.config import structure, unstructure
+from shared.metrics import names
+from shared.metrics.server import metric
+from shared.wire import weights
+from shared.wire.codec import decode_group, encode_group
+from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.queue import Fenced, RunOver, TrainQueue
+from shared.wire.run import RunConfig, RunState
+from shared.wire.tensors import RawTensor
+from shared.wire.types import Group
+
+log = structlog.get_logger()
+
+
+class RunEnded(TellAll):
+    """The run is over (stopped by someone, usually). The text is its state."""
+
+
+class Refused(TellAll):
+    """This process must not go on with this run; the text says why and what to do."""
+
+
+class Stopping(TellAll):
+    """SIGTERM came while waiting."""
+
+
+class Link:
+    """Built on every rank; connected on rank 0.
+
+    Args:
+        stop: set by SIGTERM.
+    """
+
+    def __init__(self, config: TrainerConfig, world: World, stop: threading.Event) -> None:
+        self._config, self._world, self._stop = config, world, stop
+        self._epoch = 0
+        if world.is_leader:
+            self._queue = TrainQueue.connect(config.redis_url)
+            directory = Path(config.directory) if config.directory else None
+            self._publisher = weights.Publisher(config.weight_sync, transport=config.transport, directory=directory)
+
+    def close(self) -> None:
+        if self._world.is_leader:
+            self._queue.close()
+            self._publisher.close()
+
+    @property
+    def epoch(self) -> int:
+        """Fencing epoch of the run taken over last."""
+        return self._epoch
+
+    def wait_for_run(self) -> RunConfig:
+        """The run to train. Raises Stopping."""
+
+        def ask() -> dict[str, Any] | None:
+            config = self._queue.wait_for_run(self._config.poll_s)
+            if config is not None and self._config.run not in (None, config.run):
+                raise Refused(
+                    f"the run that is not over is {config.run!r}, this trainer is for {self._config.run!r} only"
+                )
+            return None if config is None else unstructure(config)
+
+        return structure(RunConfig, self._sliced(ask))
+
+    def durable_step(self, run: str) -> int:
+        """Batches below it are covered by a checkpoint, as far as Valkey knows."""
+        return self._ask(lambda: self._queue.get_run(run).durable_step)
+
+    def take_over(self, run: str, *, next_step: int) -> None:
+        """Fence whoever trained the run before. Raises RunEnded, Refused."""
+
+        def ask() -> int:
+            try:
+                return self._queue.take_over(run, next_step=next_step)
+            except ValueError as error:
+                raise Refused(
+                    f"the newest checkpoint of run {run} under {self._config.run_dir} stands before step {next_step}, but more "
+                    f"was durable: {error}. Give the run_dir that holds its checkpoints"
+                ) from error
+
+        self._epoch = self._ask(ask)
+
+    def lease(self, run: str, step: int) -> list[Group]:
+        """The complete batch; waits for it, and while the run is paused. Raises Stopping, RunEnded, Refused."""
+
+        def ask() -> list[bytes] | None:
+            groups = self._queue.lease(run, step, epoch=self._epoch, deadline_s=self._config.poll_s)
+            return None if groups is None else [encode_group(g) for g in groups]
+
+        return [decode_group(data) for data in self._sliced(ask)]
+
+    def publish(self, manifest: Manifest | None, tensors: Mapping[str, RawTensor]) -> PolicyVersion:
+        """Hand a version to weight_sync; under a new lineage where the step exists with other weights.
+
+        Args:
+            manifest, tensors: on rank 0.
+
+        Raises: Refused, weights.WeightSyncError.
+        """
+
+        def ask() -> list[Any]:
+            assert manifest is not None
+            while True:
+                try:
+                    v = self._publisher.publish(
+                        manifest, tensors, epoch=self._epoch, deadline_s=self._config.publish_deadline_s
+                    )
+                    return [v.lineage, v.step, v.digest]
+                except weights.VersionConflict as error:
+                    manifest.version.lineage += 1
+                    metric(names.LINEAGE_FORKS).labels(run=manifest.run).inc()
+                    log.warning(
+                        "new lineage", lineage=manifest.version.lineage, step=manifest.version.step, reason=str(error)
+                    )
+
+        return PolicyVersion(*self._ask(ask))
+
+    def published(self, run: str) -> set[str]:
+        """Digests of the versions that weight_sync holds."""
+        ask = lambda: [v.version.digest for v in self._publisher.versions(run)]  # noqa: E731
+        return set(self._ask(ask))
+
+    def retain(self, run: str, oldest_step: int) -> None:
+        """Versions below will not be asked for again."""
+        self._ask(
+            lambda: self._publisher.retain(
+                run, oldest_step, epoch=self._epoch, deadline_s=self._config.publish_deadline_s
+            )
+        )
+
+    def record_step(self, run: str, step: int, metrics: Mapping[str, Any]) -> None:
+        self._ask(lambda: self._queue.record_step(run, step, metrics, epoch=self._epoch))
+
+    def commit_trained(self, run: str, *, durable_step: int, archive: str) -> None:
+        self._ask(
+            lambda: self._queue.commit_trained(run, durable_step=durable_step, epoch=self._epoch, archive=archive)
+        )
+
+    def set_state(self, run: str, state: RunState, *, reason: str = "", detail: str = "") -> None:
+        """Raises RunEnded, Refused."""
+        self._ask(lambda: self._queue.set_state(run, state, epoch=self._epoch, reason=reason, detail=detail))
+
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM came, as rank 0 saw it."""
+        return self._ask(self._stop.is_set)
+
+    def _sliced(self, ask: Callable[[], Any]) -> Any:
+        """Asks until there is an answer. Raises Stopping."""
+
+        def one() -> Any:
+            if self._stop.is_set():
+                raise Stopping("SIGTERM")
+            return ask()
+
+        while (answer := self._ask(one)) is None:
+            pass
+        return answer
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        def translated() -> Any:
+            with _translated():
+                return ask()
+
+        return self._world.from_leader(translated)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RunOver as error:
+        raise RunEnded(str(error.state)) from error
+    except (Fenced, weights.Fenced) as error:
+        raise Refused(f"another trainer has taken this run over ({error}); stop one of the two") from error
+
+
+def json_ready(value: Any) -> Any:
+    """The same value, with None in place of numbers that JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -1,0 +1,103 @@
+"""What a step is reported as: one JSON row, and the process's metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from services.trainer.batch import Batch, PolicyVersion
+from services.trainer.learner import StepResult
+from shared.metrics import names
+from shared.metrics.server import metric
+
+
+def step_row(
+    batch: Batch,
+    result: StepResult,
+    *,
+    version: PolicyVersion,
+    phases: Mapping[str, list[float]],
+    world_size: int,
+) -> dict[str, Any]:
+    """The row of steps.jsonl.
+
+    Args:
+        version: published after the step.
+        phases: name -> [start, end], unix seconds; `checkpoint` is the one that ended before this step began.
+    """
+    begin = min(start for start, _ in phases.values())
+    busy_s = sum(end - start for name, (start, end) in phases.items() if name not in ("lease", "checkpoint"))
+    wall_s = time.time() - begin
+    return {
+        "step": batch.step,
+        "policy_step": version.step,
+        "lineage": version.lineage,
+        "weights_digest": version.digest,
+        "sampled_by": [version.step for version in batch.versions],
+        **result.metrics,
+        "tokens_per_s": batch.num_tokens / max(wall_s, 1e-9),
+        "busy_s": busy_s,
+        "wall_s": wall_s,
+        "phases": dict(phases),
+        "world_size": world_size,
+        "time": time.time(),
+    }
+
+
+def headline(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a log line shows of a row."""
+    keys = ("step", "reward_mean", "loss", "grad_norm", "entropy", "lag", "tokens", "tokens_per_s", "weights_digest")
+    tim = row["tim"]
+    seconds = {f"{name}_s": round(end - start, 3) for name, (start, end) in row["phases"].items()}
+    return {
+        **{key: row[key] for key in keys},
+        "compared_tokens": tim["compared_tokens"],
+        "differing_tokens": tim["differing_tokens"],
+        "tim_abs_max": tim["abs_max"],
+        **seconds,
+    }
+
+
+def count_mismatch(run: str, result: StepResult) -> None:
+    """The step's TIM, counted before anything is decided on it."""
+    m = result.mismatch
+    metric(names.COMPARED_TOKENS).labels(run=run).inc(m.compared_tokens)
+    metric(names.DIFFERING_TOKENS).labels(run=run).inc(m.differing_tokens)
+    metric(names.TOP1_FLIPS).labels(run=run).inc(m.top1_flips)
+    metric(names.NONFINITE).labels(run=run).inc(m.nonfinite)
+    metric(names.TIM_MAX_DELTA).labels(run=run).set(m.delta.abs_max)
+    histogram = metric(names.TIM_DELTA).labels(run=run)
+    for delta in result.abs_delta_T.tolist():
+        histogram.observe(delta)
+
+
+def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -> None:
+    """Gauges, counters and histograms of a trained step."""
+    metric(names.STEP).labels(run=run).set(batch.step + 1)
+    metric(names.POLICY_STEP).labels(role="trainer", member="trainer").set(batch.step + 1)
+    metric(names.TRAINED_TOKENS).labels(run=run).inc(batch.num_tokens)
+    metric(names.REJECTED_TRAJECTORIES).labels(run=run).inc(row["rejected_trajectories"])
+    metric(names.OPTIMIZER_STEPS_SKIPPED).labels(run=run).inc(len(batch.mini_steps) - row["optimizer_steps"])
+    for spec, key in (
+        (names.LOSS, "loss"),
+        (names.REWARD, "reward_mean"),
+        (names.GRAD_NORM, "grad_norm"),
+        (names.ENTROPY, "entropy"),
+    ):
+        metric(spec).labels(run=run).set(row[key])
+    for name, (start, end) in row["phases"].items():
+        metric(names.STEP_SECONDS).labels(run=run, phase=name).observe(end - start)
+    histogram = metric(names.STALENESS_STEPS).labels(run=run)
+    for steps in result.staleness_T.tolist():
+        histogram.observe(steps)
+    metric(names.LAST_STEP_TIMESTAMP).labels(run=run).set(row["time"])
+
+
+def export_checkpoint(run: str, step: int) -> None:
+    metric(names.CHECKPOINT_STEP).labels(run=run).set(step)
+
+
+def export_kernels(kernels: Mapping[str, str]) -> None:
+    """The implementations executed, read back."""
+    metric(names.KERNELS).labels(role="trainer").info(dict(kernels))

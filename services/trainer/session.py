@@ -1,0 +1,247 @@
+"""One run on this trainer: its learner, its files, and what a step does beyond computing.
+
+{run_dir}/{run}/checkpoints/step-XXXXXXXX/            see checkpoint.py
+{run_dir}/{run}/trajectories/step-XXXXXXXX.msgpack    the step's groups (shared.wire.archive)
+{run_dir}/{run}/steps.jsonl                           one line a step; a step trained again after a restart appears again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+import torch
+
+from services.trainer import checkpoint, report
+from services.trainer.batch import Batch, BatchError, build_batch
+from services.trainer.config import TrainerConfig
+from services.trainer.distributed import World
+from services.trainer.learner import Learner, StepResult
+from services.trainer.link import Link, Refused, json_ready
+from services.trainer.policy import load_policy
+from services.trainer.server import StatusBoard
+from services.trainer.weights import ForwardCopy, describe, gather, probe_token_ids, score_probe
+from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
+from shared.models import load_config, resolve_model
+from shared.wire.archive import step_path, write_step
+from shared.wire.run import RunConfig, RunState
+from shared.wire.tensor_file import fsync_directory
+
+log = structlog.get_logger()
+
+
+class UnusableModel(ValueError):
+    """The run names a model that can't be loaded; no trainer could run it."""
+
+
+class Session:
+    """Build it with `open_session`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: Learner,
+        link: Link,
+        board: StatusBoard,
+        directory: Path,
+        numerics: str,
+        durable_step: int,
+    ) -> None:
+        self.config, self.learner = config, learner
+        self._link, self._board, self._directory, self._numerics = link, board, directory, numerics
+        self._world = learner.world
+        self._probe = probe_token_ids(config, learner.decoder.config.vocab_size)
+        self._phases: dict[str, list[float]] = {}
+        self.durable_step = durable_step
+
+    @property
+    def step(self) -> int:
+        """Next step to train."""
+        return self.learner.copies.current.version.step
+
+    def lease(self) -> Batch:
+        """The next batch; a batch that can't be trained pauses the run. Raises Stopping, RunEnded, Refused."""
+        step = self.step
+        with self._phase("lease"):
+            while True:
+                groups = self._link.lease(self.config.run, step)
+                try:
+                    return build_batch(
+                        groups, self.config, step=step, vocab_size=self.learner.decoder.config.vocab_size
+                    )
+                except BatchError as error:
+                    log.error("batch refused", run=self.config.run, step=step, reason=str(error))
+                    self._link.set_state(self.config.run, RunState.PAUSED, reason="poison", detail=str(error))
+
+    def train(self, batch: Batch) -> StepResult:
+        """Score, then update."""
+        with self._phase("score"):
+            scores = self.learner.score(batch)
+        with self._phase("train"):
+            return self.learner.train(batch, scores)
+
+    def guard(self, batch: Batch, result: StepResult) -> None:
+        """In exact mode one differing bit is an alarm: nothing of the step leaves this process until someone resumes the run.
+
+        Raises Stopping, RunEnded, Refused.
+        """
+        if self._world.is_leader:
+            report.count_mismatch(self.config.run, result)
+        if self.config.numerics != "exact" or result.mismatch.is_exact:
+            return
+        m = result.mismatch
+        detail = (
+            f"step {batch.step}: {m.differing_tokens} of {m.compared_tokens} tokens differ, {m.uncompared_tokens} could not be "
+            f"compared, largest |delta logprob| {m.delta.abs_max:.3g}"
+        )
+        log.error("training-inference mismatch", run=self.config.run, detail=detail)
+        if self.config.on_mismatch == "stop":
+            self._link.set_state(self.config.run, RunState.PAUSED, reason="mismatch", detail=detail)
+            # A lease waits while the run is paused; the batch that it returns is the one in hand.
+            self._link.lease(self.config.run, batch.step)
+
+    def publish(self) -> None:
+        """Cast, gather and hand over the weights as they are now, as the next version."""
+        with self._phase("publish"):
+            current = self.learner.copies.current.version
+            self._publish(self.learner.copies.take(current.step + 1, lineage=current.lineage))
+
+    def publish_held(self) -> None:
+        """At the start of a session: the current version again (idempotent), and what weight_sync lost of the older ones."""
+        held = self.learner.copies.held
+        published = self._link.published(self.config.run)
+        for copy in held:
+            if copy is held[-1] or copy.version.digest not in published:
+                self._publish(copy)
+
+    def _publish(self, copy: ForwardCopy) -> None:
+        learner = self.learner
+        tensors = gather(learner.decoder, copy, self._world)
+        logprobs = score_probe(learner.decoder_at(copy.version.step), self._probe, self._world)
+        manifest = None
+        if self._world.is_leader:
+            manifest = describe(
+                copy.version,
+                tensors,
+                config=self.config,
+                model_config=learner.decoder.config,
+                fingerprint=self._numerics,
+                probe=self._probe,
+                probe_logprobs=logprobs,
+            )
+        version = self._link.publish(manifest, tensors)
+        learner.copies.name(version)
+        self._board.set(lineage=version.lineage, manifest_digest=version.digest, step=self.step)
+        log.info("published", run=self.config.run, step=version.step, lineage=version.lineage, digest=version.digest)
+
+    def record(self, batch: Batch, result: StepResult) -> None:
+        """Archive, metrics, steps.jsonl, and the run's own record of the step."""
+        version = self.learner.copies.current.version
+        row = report.step_row(batch, result, version=version, phases=self._phases, world_size=self._world.size)
+        self._phases = {}
+        if self._world.is_leader:
+            write_step(self._archive, batch.step, batch.groups)
+            _sync_file(Path(step_path(self._archive, batch.step)))
+            report.export(self.config.run, batch, result, row)
+            with (self._directory / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(json_ready(row)) + "\n")
+        self._link.record_step(self.config.run, batch.step, json_ready(row))
+        self._board.set(last_step_timestamp=time.time())
+        log.info("step", run=self.config.run, **report.headline(row))
+
+    def checkpoint(self) -> None:
+        """Durable state first, then what it covers may be forgotten elsewhere."""
+        if self.durable_step == self.step:
+            return
+        with self._phase("checkpoint"):
+            checkpoint.save(self._directory / "checkpoints", self.learner, keep=self.config.keep_checkpoints)
+            self.durable_step = self.step
+            self._link.commit_trained(self.config.run, durable_step=self.step, archive=self._archive)
+            self._link.retain(self.config.run, max(0, self.step - self.config.lag))
+        report.export_checkpoint(self.config.run, self.step)
+        self._board.set(checkpoint_step=self.step)
+
+    def complete(self) -> None:
+        """All steps are trained, durable and published."""
+        self._link.set_state(self.config.run, RunState.COMPLETED)
+        digest = self.learner.copies.current.version.digest
+        log.info("run completed", run=self.config.run, step=self.step, digest=digest)
+
+    @property
+    def _archive(self) -> str:
+        return str(self._directory / "trajectories")
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Shown in Status while it lasts, timed for the step's row."""
+        self._board.set(phase={"lease": "leasing", "score": "scoring", "train": "training", "publish": "publishing",
+                               "checkpoint": "checkpointing"}[name])  # fmt: skip
+        start = time.time()
+        yield
+        self._phases[name] = [start, time.time()]
+
+
+def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: StatusBoard, world: World) -> Session:
+    """Load the model or the newest checkpoint, take the run over, and publish what the fleet needs to go on.
+
+    Raises:
+        UnusableModel: the run should fail.
+        Refused: this process can't serve the run.
+    """
+    directory = (Path(service.run_dir) / config.run).absolute()
+    if world.is_leader:
+        directory.mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    board.set(run=config.run, phase="loading", world_size=world.size)
+    learner, numerics = _build_learner(config, world)
+    newest = checkpoint.latest(directory / "checkpoints")
+    try:
+        step = checkpoint.load(newest, learner).step if newest else 0
+    except checkpoint.CheckpointError as error:
+        raise Refused(str(error)) from error
+    if newest is None:
+        learner.copies.take(0, lineage=0)
+    link.take_over(config.run, next_step=step)
+    kernels = learner.decoder.ops.describe()
+    board.set(kernels=kernels, fingerprint=numerics, epoch=link.epoch, checkpoint_step=step, step=step)
+    report.export_kernels(kernels)
+    session = Session(config, learner, link, board, directory, numerics, durable_step=step)
+    session.publish_held()
+    log.info("run loaded", run=config.run, step=step, resumed=newest is not None, fingerprint=numerics)
+    return session
+
+
+def _build_learner(config: RunConfig, world: World) -> tuple[Learner, str]:
+    """A learner with the run's initial weights, and the numerics fingerprint."""
+    ops = build_ops(config.numerics, world.device)
+    try:
+        model_directory = resolve_model(config.model)
+        model_config = load_config(model_directory)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnusableModel(f"{config.model}: {error}") from error
+    if config.dtype == "auto":
+        dtype = torch.bfloat16 if world.device.type == "cuda" else default_dtype()
+    else:
+        dtype = getattr(torch, config.dtype)
+    try:
+        self_check(ops, dtype, linear_shapes=model_config.linear_shapes, heads=model_config.heads)
+    except InexactKernelError as error:
+        raise Refused(str(error)) from error
+    try:
+        decoder = load_policy(
+            model_directory, ops, dtype, world, activation_checkpointing=config.activation_checkpointing
+        )
+    except (ValueError, OSError) as error:
+        raise UnusableModel(f"{config.model}: {error}") from error
+    return Learner(decoder, config, dtype, world), fingerprint(ops, dtype)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    fsync_directory(path.parent)

@@ -1,0 +1,148 @@
+"""What leaves the trainer: the forward copies of the last versions, the probe, and the publication.
+
+A forward copy is the sharded cast of the masters to the published dtype, which is exactly what the forward gathers. One copy
+serves three ends: it is published, it scores the tokens that this version sampled, and it brings a version back after a
+restart. Gathering walks the parameters in name order on all ranks together; only rank 0 keeps what was gathered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.batch import MicroBatch, PolicyVersion
+from services.trainer.distributed import World
+from services.trainer.policy import as_global, local_shards, score_micro_batch
+from shared.config import unstructure
+from shared.models import Decoder, ModelConfig, packed_layout
+from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.run import RunConfig
+from shared.wire.tensors import RawTensor, build_manifest
+from shared.wire.types import float32_bytes, int32_bytes
+
+PROBE_LENGTHS = (5, 17, 33)
+"""Tokens of the probe sequences: odd sizes around the row multiples of the kernels."""
+PROBE_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True)
+class ForwardCopy:
+    """One version, as every forward sees it."""
+
+    version: PolicyVersion
+    """Its digest is empty until it is published."""
+    shards: Mapping[str, Tensor]
+    """This rank's part of each parameter, in the published dtype."""
+
+
+class ForwardCopies:
+    """The current version and the `lag` before it, by policy step."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, *, lag: int) -> None:
+        self._decoder, self._dtype, self._lag = decoder, dtype, lag
+        self._copies: dict[int, ForwardCopy] = {}
+
+    @property
+    def held(self) -> tuple[ForwardCopy, ...]:
+        """Ascending by step; the last one is current."""
+        return tuple(self._copies[step] for step in sorted(self._copies))
+
+    @property
+    def current(self) -> ForwardCopy:
+        return self.held[-1]
+
+    def take(self, step: int, *, lineage: int) -> ForwardCopy:
+        """Copies the masters as they are now, and forgets what no batch can need any more."""
+        shards = {name: local.to(self._dtype, copy=True) for name, local in local_shards(self._decoder).items()}
+        self.put(ForwardCopy(PolicyVersion(lineage, step, ""), shards))
+        return self.current
+
+    def put(self, copy: ForwardCopy) -> None:
+        """Adds or renames one version."""
+        self._copies[copy.version.step] = copy
+        oldest = max(self._copies) - self._lag
+        self._copies = {step: c for step, c in self._copies.items() if step >= oldest}
+
+    def name(self, version: PolicyVersion) -> None:
+        """The version's full name, known once it is published."""
+        self.put(replace(self._copies[version.step], version=version))
+
+    def find(self, version: PolicyVersion) -> ForwardCopy | None:
+        """The copy with the same weights; the digest alone decides."""
+        return next((c for c in self.held if version.digest and c.version.digest == version.digest), None)
+
+
+def gather(decoder: Decoder, copy: ForwardCopy, world: World) -> dict[str, RawTensor]:
+    """The whole version on rank 0, nothing on the others; all ranks must call it.
+
+    Args:
+        decoder: names the layout of the shards.
+    """
+    tensors = {}
+    shards = as_global(decoder, copy.shards)
+    for name in sorted(shards):
+        full = shards[name].full_tensor()
+        if world.is_leader:
+            tensors[name] = raw_tensor(full)
+    return tensors
+
+
+def raw_tensor(tensor: Tensor) -> RawTensor:
+    """The bytes of a tensor, sharing its memory when it is on the CPU."""
+    data: np.ndarray = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def probe_token_ids(config: RunConfig, vocab_size: int) -> list[np.ndarray]:
+    """The run's fixed probe: int32 sequences drawn from its seed."""
+    generator = torch.Generator().manual_seed(config.seed)
+    lengths = [min(n, config.max_model_len) for n in PROBE_LENGTHS]
+    return [torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32).numpy() for n in lengths if n >= 2]
+
+
+@torch.no_grad()
+def score_probe(decoder: Decoder, sequences: list[np.ndarray], world: World) -> list[np.ndarray]:
+    """float32 logprobs of each sequence's tokens from the second on, by the trainer's own path; all ranks must call it."""
+    lengths = [len(s) for s in sequences]
+    ends = np.cumsum(lengths)
+    token_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    rows = torch.from_numpy(np.setdiff1d(np.arange(ends[-1]), ends - 1))
+    micro = MicroBatch(
+        token_ids=token_ids,
+        layout=packed_layout(lengths),
+        rows=rows,
+        targets=token_ids[rows + 1],
+        temperature=torch.full((len(rows),), PROBE_TEMPERATURE),
+        tokens=slice(0, len(rows)),
+    )
+    logprobs = score_micro_batch(decoder, micro, world.device).logprob.cpu().numpy()
+    return np.split(logprobs, np.cumsum(np.array(lengths) - 1)[:-1])
+
+
+def describe(
+    version: PolicyVersion,
+    tensors: Mapping[str, RawTensor],
+    *,
+    config: RunConfig,
+    model_config: ModelConfig,
+    fingerprint: str,
+    probe: list[np.ndarray],
+    probe_logprobs: list[np.ndarray],
+) -> Manifest:
+    """The manifest of a gathered version."""
+    return build_manifest(
+        run=config.run,
+        lineage=version.lineage,
+        step=version.step,
+        tensors=tensors,
+        model_config_json=json.dumps(model_config.to_hf()),
+        run_config_json=json.dumps(unstructure(config)),
+        fingerprint=fingerprint,
+        probe_token_ids=[int32_bytes(s) for s in probe],
+        probe_logprobs=[float32_bytes(l) for l in probe_logprobs],
+    )
