@@ -31,7 +31,7 @@ install: $(INSTALLED)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "timzero needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..."; exit 1; }
+	  echo "timzero needs Python 3.11 or newer; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "'$(PYTHON)' has no venv module. On Debian: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv .venv

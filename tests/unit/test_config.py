@@ -56,9 +56,7 @@ runs = st.builds(
         rejection=st.sampled_from(["none", "seq_mean_k1", "seq_sum_k3"]),
         rejection_bounds=st.tuples(st.floats(0.01, 1), st.floats(1, 100)),
     ),
-    optimizer=st.builds(
-        OptimizerConfig, lr=st.floats(0, 1), betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))
-    ),
+    optimizer=st.builds(OptimizerConfig, lr=st.floats(0, 1), betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),
 )
 
 
@@ -126,7 +124,9 @@ def test_a_text_that_looks_like_another_type_stays_text_in_a_text_field(text: st
 
 
 def test_texts_become_the_types_of_their_fields() -> None:
-    config = loaded("port=8000", "ratio=1e-3", "verbose=true", 'names=["a", "b"]', "inner.cap=none", "other={depth = 4}")
+    config = loaded(
+        "port=8000", "ratio=1e-3", "verbose=true", 'names=["a", "b"]', "inner.cap=none", "other={depth = 4}"
+    )
     assert config == Config(
         port=8000, ratio=1e-3, verbose=True, names=("a", "b"), inner=Inner(cap=None), other=Inner(depth=4)
     )

@@ -1,6 +1,7 @@
 """JSONL files and Python functions as environments: grades, order, and errors that name the line."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -116,12 +117,12 @@ NOT_A_FUNCTION = 3
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def module(tmp_path, monkeypatch):
     (tmp_path / "user_env.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path])
-    monkeypatch.delitem(__import__("sys").modules, "user_env", raising=False)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "user_env", raising=False)
     return "user_env"
 
 

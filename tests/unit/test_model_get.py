@@ -21,7 +21,7 @@ from timzero.model.get import fetch
 from timzero.model.gguf import hugging_face_name, split_rotary_pairs
 
 
-@pytest.fixture()
+@pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("TIMZERO_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -142,7 +142,7 @@ def test_a_damaged_directory_is_refused(home, damage, message):
 
 @pytest.mark.parametrize("name", ["no-such-model", "./nowhere/model", "a/b/c", ""])
 def test_an_unknown_name_says_what_there_is(home, name):
-    with pytest.raises(ModelError, match="neither a packaged model|no usable model"):
+    with pytest.raises(ModelError, match=r"neither a packaged model|no usable model"):
         get(name)
 
 
