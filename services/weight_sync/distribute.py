@@ -55,8 +55,6 @@ class Distributor:
                     self._expire()
                     for r in [r for r in tasks if not self._registry.is_registered(r)]:
                         tasks.pop(r).cancel()
-                        with contextlib.suppress(KeyError):
-                            metric(names.POLICY_STEP).remove("rollout", r.name)
                     for r in self._registry.replicas.values():
                         if r not in tasks:
                             tasks[r] = group.create_task(self._serve(r), name=f"distribute to {r.name}")
@@ -103,9 +101,9 @@ class Distributor:
             return
         rejection = self._failed(r, action, error) if error else self._answered(r, action, reply)
         if error is None:
-            metric(names.WEIGHT_SYNC_SECONDS).labels(action.phase).observe(seconds)
+            metric(names.WEIGHT_SYNC_SECONDS).labels(f"{action.phase}_rpc").observe(seconds)
         if error or rejection:
-            metric(names.WEIGHT_SYNC_FAILURES).labels(action.phase).inc()
+            metric(names.WEIGHT_SYNC_FAILURES).labels(f"{action.phase}_rpc").inc()
         if rejection:
             log.error("replica ejected", replica=r.name, version=str(action.version), reason=rejection)
         elif error is None:
@@ -131,8 +129,6 @@ class Distributor:
             case Phase.PREPARE:
                 return self._registry.prepared(r, reply.manifest_digest, reply.fingerprint)
             case Phase.COMMIT:
-                metric(names.PARITY_MISMATCH).labels(r.name).inc(reply.probe_differing)
-                metric(names.POLICY_STEP).labels("rollout", r.name).set(action.version.step)
                 return self._registry.committed(
                     r, reply.manifest_digest, probe_tokens=reply.probe_tokens, probe_differing=reply.probe_differing
                 )
@@ -169,8 +165,9 @@ class Distributor:
         for state in ReplicaState:
             metric(names.REPLICAS).labels(state).set(states.count(state))
         newest = self._registry.versions.newest(self._registry.run)
-        if newest:
-            metric(names.POLICY_STEP).labels("weight_sync", "newest").set(newest.step)
+        for member, version in (("newest", newest), ("needed", self._registry.target())):
+            if version:
+                metric(names.POLICY_STEP).labels("weight_sync", member).set(version.step)
 
 
 async def _wait(changed: asyncio.Event, *, until: float) -> None:

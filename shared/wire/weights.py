@@ -236,9 +236,10 @@ def _call(timeout_s: float) -> dict[str, Any]:
 def _retry(attempt: Callable[[float], T], *, address: str, deadline_s: float) -> T:
     """Calls `attempt(seconds left)` until it answers something final."""
     end = time.monotonic() + deadline_s
+    deadline_has_passed = tenacity.stop_before_delay(deadline_s)
     policy = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_transient),
-        stop=tenacity.stop_any(tenacity.stop_before_delay(deadline_s), _is_damaged_again),
+        stop=lambda state: deadline_has_passed(state) or _is_damaged_again(state),
         wait=tenacity.wait_exponential_jitter(initial=0.1, max=2.0),
         before_sleep=lambda state: log.warning(
             "weight_sync call failed, trying again", weight_sync=address, reason=_reason(state)
