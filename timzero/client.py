@@ -10,7 +10,7 @@
 ...     # [{"index": 0, "status": 202, "number": 0, "group_id": "demo.0", "trajectory_ids": ["demo.0.0", ...]}]
 ...     # status 200: accepted before with the same body; 4xx: refused, see results[i]["problem"]; 429: the gate is closed
 ...     for event in client.stream_events("demo", last_event_id="0", deadline_s=60):
-...         if event.type == "trajectory.completed":
+...         if event.type == "trajectory.awaiting_reward":
 ...             t = client.trajectory("demo", event.trajectory_id)   # text, token_ids, logprobs (float32 array), metadata
 ...             client.put_reward("demo", event.trajectory_id, "grader", 1.0 if " 4" in t["text"] else 0.0)
 ...     evaluation = client.create_eval("demo", [{"prompt": "2 + 3 ="}], sampling={"temperature": 0.0, "max_tokens": 6})
@@ -282,14 +282,22 @@ class Client:
         body = {"items": list(items), "n": n, "sampling": dict(sampling or {}), **fields}
         return self._json("POST", f"/v1/runs/{run}/evals", json=body, deadline_s=deadline_s)
 
+    def evals(self, run: str, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """The run's evaluations in the order of acceptance, without their items."""
+        return self._pages(f"/v1/runs/{run}/evals", "evals", {}, deadline_s)
+
     def get_eval(
-        self, run: str, eval_id: str, *, wait_s: float = 0.0, deadline_s: float | None = None
+        self, run: str, eval_id: int, *, wait_s: float = 0.0, deadline_s: float | None = None
     ) -> dict[str, Any]:
         """Args: wait_s: how long the server may hold the answer back until the evaluation is complete."""
         path = f"/v1/runs/{run}/evals/{eval_id}"
         return self._json("GET", path, params={"wait_s": wait_s} if wait_s else {}, deadline_s=deadline_s)
 
-    def wait_eval(self, run: str, eval_id: str, *, deadline_s: float) -> dict[str, Any]:
+    def evals(self, run: str, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Every evaluation of a run, without its items."""
+        return self._pages(f"/v1/runs/{run}/evals", "evals", {}, deadline_s)
+
+    def wait_eval(self, run: str, eval_id: int, *, deadline_s: float) -> dict[str, Any]:
         """The evaluation once all its samples are generated. Raises DeadlineError."""
         deadline = time.monotonic() + deadline_s
         while (left_s := deadline - time.monotonic()) > 0:
@@ -300,15 +308,12 @@ class Client:
 
     # what the run did
 
-    def steps(self, run: str, *, after: int = -1, deadline_s: float | None = None) -> list[dict[str, Any]]:
-        """What the trainer recorded for every step > `after`, in order."""
-        found: list[dict[str, Any]] = []
-        while True:
-            page = self._json("GET", f"/v1/runs/{run}/steps", params={"after": after}, deadline_s=deadline_s)
-            found += page["steps"]
-            if page["next_after"] is None:
-                return found
-            after = page["next_after"]
+    def steps(self, run: str, *, after: str | None = None, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """What the trainer recorded per step: `cursor`, `step`, `epoch`, `metrics`, behind the cursor `after`.
+
+        A step that was trained again after a restart appears again; the last one counts.
+        """
+        return self._pages(f"/v1/runs/{run}/steps", "steps", {}, deadline_s, cursor=after)
 
     def metrics(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Snapshot: accepted, trained, dropped by reason, live, queue depth, gate, newest step."""
@@ -332,9 +337,13 @@ class Client:
     # transport
 
     def _pages(
-        self, path: str, field: str, params: dict[str, Any], deadline_s: float | None
+        self,
+        path: str,
+        field: str,
+        params: dict[str, Any],
+        deadline_s: float | None,
+        cursor: str | None = None,
     ) -> Iterator[dict[str, Any]]:
-        cursor: str | None = None
         while True:
             query = {**params, **({"cursor": cursor} if cursor else {})}
             page = _decoded(self._request("GET", path, params=query, accept=MSGPACK, deadline_s=deadline_s))

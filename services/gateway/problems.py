@@ -52,18 +52,21 @@ CODES: Mapping[str, Code] = {
     "sampling-refused": Code(422, "Training rollouts do not allow these sampling parameters"),
     "chat-template": Code(422, "The messages cannot be rendered with the model's chat template"),
     "capacity-exhausted": Code(429, "The admission gate is closed", retryable=True),
+    "streams-exhausted": Code(429, "Too many event streams are open", retryable=True),
     # rewards
     "reward-revision-conflict": Code(409, "A newer or different reward of this source is recorded"),
     "reward-too-late": Code(409, "The trajectory is sealed; the reward is not applied"),
-    "reward-too-early": Code(409, "The trajectory does not take a reward in its state"),
+    "reward-source": Code(422, "The prompt does not expect a reward of this source"),
     # versions
     "version-unknown": Code(404, "The version is not published or no longer retained"),
     # this side
     "internal": Code(500, "A fault of the server"),
     "shutting-down": Code(503, "The gateway is shutting down", retryable=True),
     "valkey-unavailable": Code(503, "Valkey cannot be reached", retryable=True),
+    "archive-unavailable": Code(503, "The archive of trained trajectories cannot be read", retryable=True),
     "weight-sync-unavailable": Code(503, "weight_sync cannot be reached", retryable=True),
     "not-ready": Code(503, "The gateway cannot serve yet", retryable=True),
+    "generation-failed": Code(503, "The sample could not be generated", retryable=True),
     "deadline-exceeded": Code(504, "The work did not finish within the request's deadline", retryable=True),
 }
 
@@ -130,6 +133,13 @@ class Problem(Exception):
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
+
+    def at(self, pointer: str) -> Problem:
+        """The same problem with `pointer` in front of its fields'."""
+        self.errors = [FieldError(pointer=pointer + e.pointer, detail=e.detail) for e in self.errors] or [
+            FieldError(pointer=pointer, detail=self.detail)
+        ]
+        return self
 
     def document(self, *, instance: str, request_id: str) -> ProblemDocument:
         return ProblemDocument(
