@@ -130,7 +130,11 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
         if f.default_factory is not MISSING:
             default = "computed"  # on this machine: nothing that documentation could quote
         else:
-            default = "required" if f.default is MISSING else repr(f.default)
+            default = (
+                "required"
+                if f.default is MISSING
+                else repr(str(f.default) if isinstance(f.default, Path) else f.default)
+            )
         yield Key(f"{prefix}{f.name}", str(f.type), default, docs.get(f.name, ""))
 
 

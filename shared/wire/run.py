@@ -27,15 +27,20 @@ class AlgorithmConfig:
     """Advantage, loss and correction. Formulas and their sources are in the trainer's modules of the same names."""
 
     advantage: Literal["grpo", "reinforce_whitened"] = "grpo"
+    """grpo: against the siblings of the group. reinforce_whitened: against the batch."""
     loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """ppo_clip: the clipped ratio to the policy before this batch's update."""
     clip_low: float = 0.2
     clip_high: float = 0.28
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    """Every token weighs the same, or every trajectory does."""
     mini_steps: int = 1
     """Optimizer steps per batch; the batch is cut into this many parts by group, in order."""
     tis_cap: float | None = 2.0
     """Token-level truncated importance sampling, w = min(r_corr, cap). None: no weight."""
     rejection: Literal["none", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"] = "none"
+    """Statistic of the correction ratio that keeps a whole trajectory out of the loss."""
     rejection_bounds: tuple[float, float] = (0.5, 2.0)
     """Ratio bounds (low, high) for k1; for k3 only the second is used, as an upper bound on the statistic."""
 
@@ -60,8 +65,10 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, behind the warm-up, over num_steps."""
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
+    """Of gradient clipping."""
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
@@ -81,17 +88,23 @@ class RunConfig:
     """One run: one model, one trainer. Everything here is an input of the run; nothing about the machine is."""
 
     run: str
+    """Name: 1 to 64 ASCII letters, digits, '-' or '_'. Ids of prompts and trajectories begin with it."""
     model: str
     """Hugging Face directory or hub name, as seen by every service."""
     seed: int = 0
+    """Of sampling; with the prompt number, sample index and token index the whole key of the generator."""
     numerics: Literal["exact", "fast"] = "exact"
+    """exact: kernels that keep the row contract, no TIM. fast: PyTorch's own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the published weights and of every forward. auto: bfloat16 where the device has the instructions."""
     max_model_len: int = 1024
     """Prompt and sampled tokens of one sequence, at most."""
     num_steps: int = 1
+    """Training steps; the run is completed after the last one."""
     prompts_per_step: int = 8
+    """Groups in one batch."""
     samples_per_prompt: int = 8
+    """Trajectories in one group."""
     lag: int = 1
     """Fixed lag: batch s is generated entirely by version max(0, s - lag)."""
     temperature: float = 1.0
@@ -99,9 +112,11 @@ class RunConfig:
     checkpoint_interval: int = 5
     """Steps between durable checkpoints."""
     keep_checkpoints: int = 2
+    """Newest ones that stay on disk."""
     queue_batches: int = 0
     """Batches that may be accepted beyond the durable checkpoint. 0: checkpoint_interval + lag + 2."""
     reward_deadline_s: float = 3600.0
+    """From generated to rewarded. A missed one pauses the run; it is never a reward of zero."""
     on_mismatch: Literal["stop", "continue"] = "stop"
     """What exact mode does when one bit of one logprob differs."""
     micro_batch_tokens: int = 4096
