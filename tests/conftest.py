@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Set before torch is imported anywhere: two processes with two threads each on two cores lose half to contention.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # No per-example deadline: on a shared machine it measures the neighbours. print_blob makes a failure reproducible.
 settings.register_profile("timzero", deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("timzero"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "timzero"))
+
+WITHOUT_TORCH = """
+import sys
+# Exactly what an absent package looks like: `import` fails and importlib.util.find_spec answers None.
+sys.modules.update(dict.fromkeys(["torch", "triton", "torchvision", "shared.kernels", "shared.models"]))
+"""
+
+
+@pytest.fixture(scope="session")
+def torch_free_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a Python process, and of its children, in which torch and triton are not installed."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    return os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
