@@ -18,13 +18,15 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         gate, up = ctx.saved_tensors
         gate32 = gate.float()
         sigmoid = torch.sigmoid(gate32)
         silu = gate32 * sigmoid
-        grad_gate = grad.float().mul_(up).mul_(sigmoid + silu * (1 - sigmoid))
-        return grad_gate.to(gate.dtype), grad * silu.to(gate.dtype)
+        grad_up = grad * silu.to(gate.dtype)
+        # d silu / d gate = silu + sigmoid * (1 - silu)
+        slope = torch.addcmul(silu, sigmoid, 1 - silu)
+        return slope.mul_((grad * up).float()).to(gate.dtype), grad_up
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -10,10 +10,14 @@ B = n * K.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shared.kernels.attention_layout import BLOCK, AttentionLayout, TileBatch
+
+COLUMN_MULTIPLE = 16
+"""Head sizes are padded with zeros to a multiple of this."""
 
 
 def attention(
@@ -50,14 +54,19 @@ def attention(
             f"attention got q {list(q_THD.shape)}, k {list(k_RKD.shape)}, v {list(v_RKD.shape)} and a layout of "
             f"{layout.num_queries} queries; q needs one row per query, k and v equal shapes and a head count that divides q's"
         )
-    return _Attention.apply(q_THD, k_RKD, v_RKD, layout, scale, sliding_window, softcap)
+    head_dim = q_THD.shape[2]
+    # Below a full vector of columns (6, 10, 11 were seen) MKL's product depends on where a row stands.
+    missing = -head_dim % COLUMN_MULTIPLE
+    if missing:
+        q_THD, k_RKD, v_RKD = (F.pad(x, (0, missing)) for x in (q_THD, k_RKD, v_RKD))
+    return _Attention.apply(q_THD, k_RKD, v_RKD, layout, scale, sliding_window, softcap)[..., :head_dim]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, layout, scale, sliding_window, softcap) -> Tensor:  # type: ignore[no-untyped-def]
-        out = torch.full_like(q, torch.nan)
-        lse_TH = q.new_full(q.shape[:2], torch.nan, dtype=torch.float32)
+        out = torch.empty_like(q)
+        lse_TH = q.new_empty(q.shape[:2], dtype=torch.float32)
         plan = layout.plan(q.shape[1], k.shape[1], sliding_window)
         for batch in plan:
             rows, row_lse = _attend(
@@ -71,10 +80,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
         q, k, v, out, lse_TH = ctx.saved_tensors
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        grad_q = torch.full_like(q, torch.nan)
+        grad_q = torch.empty_like(q)
         grad_k = torch.zeros_like(k, dtype=torch.float32)
         grad_v = torch.zeros_like(v, dtype=torch.float32)
         delta_TH1 = (out.float() * grad_out.float()).sum(-1, keepdim=True)
@@ -86,12 +95,14 @@ class _Attention(torch.autograd.Function):
             lse = _rows(lse_TH.index_select(0, batch.query_rows).unsqueeze(-1), batch, num_kv_heads)
             queries = _queries(q, batch, num_kv_heads, ctx.scale)
             keys, values = _keys(k, batch), _keys(v, batch)
+            hidden = batch.bias.isinf()
             grad_queries = torch.zeros_like(queries)
             grad_keys, grad_values = torch.empty_like(keys), torch.empty_like(values)
             for block in range(batch.num_blocks):
                 raw = torch.bmm(queries, keys[block].transpose(1, 2))
                 scores = raw if ctx.softcap is None else ctx.softcap * torch.tanh(raw / ctx.softcap)
-                probs = torch.exp(_masked(scores, batch, block) - lse)
+                probs = torch.exp(scores - lse)
+                _by_tile(_used(probs.unsqueeze(0), batch), batch).masked_fill_(hidden[block : block + 1], 0)
                 torch.bmm(probs.transpose(1, 2), grad_rows, out=grad_values[block])
                 grad_scores = probs.mul_(torch.bmm(grad_rows, values[block].transpose(1, 2)).sub_(delta))
                 if ctx.softcap is not None:
@@ -108,21 +119,20 @@ class _Attention(torch.autograd.Function):
 def _attend(
     q_BMD: Tensor, k_bBCD: Tensor, v_bBCD: Tensor, batch: TileBatch, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, M, D] and log-sum-exps [B, M] of one batch of tiles."""
-    out, lse = _combine(_scores(q_BMD, k_bBCD, softcap), v_bBCD, batch)
+    """Outputs [B, M, D] and log-sum-exps [B, M - padding] of one batch of tiles."""
+    scores = _scores(q_BMD, k_bBCD, softcap)
+    out, lse = _combine(scores, v_bBCD, batch)
     if not torch.isfinite(out.sum()):
         # 0 * NaN is NaN: a later token of the tile may have poisoned rows that do not see it. Rows that do see a
         # non-finite value become NaN, all others keep the bits they have when it is absent.
-        hidden = batch.bias.isinf()
         scores = _scores(q_BMD, k_bBCD, softcap)
-        by_tile = scores.view(*_tile_shape(batch), *scores.shape[2:])
-        by_tile.masked_fill_(hidden, 0)
+        hidden = batch.bias.isinf()
+        _by_tile(_used(scores, batch), batch).masked_fill_(hidden, 0)
         is_bad = ~v_bBCD.isfinite()
-        poison = torch.bmm(
-            (~hidden).float().expand_as(by_tile).reshape(-1, *scores.shape[2:]), is_bad.float().flatten(0, 1)
-        ).view(*scores.shape[:3], -1)
+        visible = (~hidden).float().expand(-1, -1, v_bBCD.shape[1] // batch.num_tiles, -1, -1).flatten(1, 2)
+        sees_bad = (visible @ is_bad.float() > 0).any(0)
         out, lse = _combine(scores, v_bBCD.masked_fill(is_bad, 0), batch)
-        out.masked_fill_((poison > 0).any(0), torch.nan)
+        out[:, : sees_bad.shape[1]].masked_fill_(sees_bad, torch.nan)
     return out, lse
 
 
@@ -135,26 +145,28 @@ def _scores(q_BMD: Tensor, k_bBCD: Tensor, softcap: float | None) -> Tensor:
 
 
 def _combine(scores_bBMC: Tensor, v_bBCD: Tensor, batch: TileBatch) -> tuple[Tensor, Tensor]:
-    scores_bBMC.view(*_tile_shape(batch), *scores_bBMC.shape[2:]).add_(batch.bias)
-    max_BM = scores_bBMC.amax(-1).amax(0)
-    probs_bBMC = scores_bBMC.sub_(max_BM.unsqueeze(-1)).exp_()
-    sums_bBM = probs_bBMC.sum(-1)
+    """Softmax over blocks and the weighted sum of values; overwrites the scores."""
+    used = _used(scores_bBMC, batch)
+    _by_tile(used, batch).add_(batch.bias)
+    max_BM = used.amax(-1).amax(0)
+    sums_bBM = used.sub_(max_BM.unsqueeze(-1)).exp_().sum(-1)
     # Starting from +0 keeps the accumulators from being -0, to which a masked block's +0 would not be neutral.
     denominator = torch.zeros_like(max_BM)
-    out = torch.zeros_like(probs_bBMC[0, :, :, :1]).expand(-1, -1, v_bBCD.shape[-1]).contiguous()
+    out = v_bBCD.new_zeros((*scores_bBMC.shape[1:3], v_bBCD.shape[-1]))
     for block in range(batch.num_blocks):
         denominator += sums_bBM[block]
-        out += torch.bmm(probs_bBMC[block], v_bBCD[block])
-    return out.div_(denominator.unsqueeze(-1)), denominator.log().add_(max_BM)
+        out += torch.bmm(scores_bBMC[block], v_bBCD[block])
+    out[:, : denominator.shape[1]].div_(denominator.unsqueeze(-1))
+    return out, denominator.log().add_(max_BM)
 
 
-def _tile_shape(batch: TileBatch) -> tuple[int, int, int]:
-    return batch.num_blocks, batch.num_tiles, -1
+def _used(x_bBMC: Tensor, batch: TileBatch) -> Tensor:
+    """The rows that are no padding; padded rows hold finite scores and go nowhere."""
+    return x_bBMC[:, :, : batch.bias.shape[3]]
 
 
-def _masked(scores_BMC: Tensor, batch: TileBatch, block: int) -> Tensor:
-    by_tile = scores_BMC.view(batch.num_tiles, -1, *scores_BMC.shape[1:])
-    return (by_tile + batch.bias[block]).view_as(scores_BMC)
+def _by_tile(x_bBMC: Tensor, batch: TileBatch) -> Tensor:
+    return x_bBMC.unflatten(1, (batch.num_tiles, -1))
 
 
 def _queries(q_THD: Tensor, batch: TileBatch, num_kv_heads: int, scale: float) -> Tensor:
@@ -164,7 +176,7 @@ def _queries(q_THD: Tensor, batch: TileBatch, num_kv_heads: int, scale: float) -
 def _rows(x_NHD: Tensor, batch: TileBatch, num_kv_heads: int) -> Tensor:
     """Pack rows [n * q, H, D] into zero-padded float32 tiles [B, M, D]; the group's heads follow one another."""
     n, q, group = batch.num_tiles, batch.num_queries, x_NHD.shape[1] // num_kv_heads
-    tiles = x_NHD.new_zeros((n, num_kv_heads, batch.bias.shape[3], x_NHD.shape[2]), dtype=torch.float32)
+    tiles = x_NHD.new_zeros((n, num_kv_heads, batch.num_rows, x_NHD.shape[2]), dtype=torch.float32)
     view = x_NHD.view(n, q, num_kv_heads, group, -1).transpose(1, 2)
     tiles[:, :, : q * group].unflatten(2, (q, group)).copy_(view)
     return tiles.flatten(0, 1)

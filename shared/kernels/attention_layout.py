@@ -38,32 +38,39 @@ class TileBatch:
     key_rows: Tensor
     """[b * n * BLOCK] int64 row of the store of each key, block by block; invisible ones repeat a row of the sequence."""
     bias: Tensor
-    """[b, n, 1, M, BLOCK] float32: 0 where visible, -inf elsewhere."""
+    """[b, n, 1, q * group, BLOCK] float32: 0 where visible, -inf elsewhere."""
+    num_rows: int
+    """M."""
     num_tiles: int
     num_queries: int
     num_blocks: int
 
 
-@dataclass(frozen=True)
 class AttentionLayout:
-    """Which store row holds which position of which sequence.
+    """Which store row holds which position of which sequence; not to be changed once built.
 
     The queries of a sequence are its last `q_lens[s]` positions: query i stands at position
     `context_lens[s] - q_lens[s] + i` and sees the positions up to its own. Queries are packed, sequence after sequence.
+
+    No dataclass on purpose: FSDP2 rebuilds the dataclasses among a module's arguments, and every layer would plan anew.
 
     Example: two sequences of 3 and 2 tokens, packed, the rows themselves being the store::
 
         AttentionLayout(q_lens=tensor([3, 2]), context_lens=tensor([3, 2]), kv_rows=tensor([[0, 1, 2], [3, 4, 0]]))
     """
 
-    q_lens: Tensor
-    """[S] int64 on the CPU, each >= 1."""
-    context_lens: Tensor
-    """[S] int64 on the CPU: keys of the sequence, its queries included."""
-    kv_rows: Tensor
-    """[S, L] int64 on the CPU: the store row of each position; anything beyond the context is ignored."""
+    def __init__(self, q_lens: Tensor, context_lens: Tensor, kv_rows: Tensor) -> None:
+        """Check and keep.
 
-    def __post_init__(self) -> None:
+        Args:
+            q_lens: [S] int64 on the CPU, each >= 1.
+            context_lens: [S] int64 on the CPU: keys of the sequence, its queries included.
+            kv_rows: [S, L] int64 on the CPU: the store row of each position; anything beyond the context is ignored.
+
+        Raises:
+            ValueError: shapes or lengths that do not fit each other.
+        """
+        self.q_lens, self.context_lens, self.kv_rows = q_lens, context_lens, kv_rows
         num_sequences = self.q_lens.shape[0]
         if self.context_lens.shape != (num_sequences,) or self.kv_rows.shape[:1] != (num_sequences,):
             raise ValueError(
@@ -147,16 +154,14 @@ def _plan(layout: AttentionLayout, group: int, num_kv_heads: int, window: int | 
             visible = key_positions[:, :, None, :] <= positions[:, :, None]
             if window is not None:
                 visible &= key_positions[:, :, None, :] > positions[:, :, None] - window
-            bias = np.zeros((blocks, len(m), rows, BLOCK), np.float32)
-            bias[:, :, : len(query) * group] = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(
-                group, axis=2
-            )
+            bias = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(group, axis=2)
             batches.append(
                 TileBatch(
                     query_rows=torch.from_numpy((first_row[m, None] + query_index).reshape(-1)),
                     is_query=torch.from_numpy((query < num_queries[m, None]).astype(np.float32)),
                     key_rows=torch.from_numpy(key_rows.reshape(-1)),
                     bias=torch.from_numpy(bias).unsqueeze(2),
+                    num_rows=rows,
                     num_tiles=len(m),
                     num_queries=len(query),
                     num_blocks=blocks,

@@ -18,8 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from shared.kernels.linear import ROW_MULTIPLE, Linear, pad_rows, padded_linear
 
-CHUNK_ELEMENTS = 1 << 25
-"""Most logits held at once (128 MiB of float32). Not part of the bits."""
+CHUNK_ELEMENTS = 1 << 22
+"""Most logits held at once: 16 MiB of float32 stay in the cache and below glibc's limit for reuse. Not part of the bits."""
+
+GRADIENT_ELEMENTS = 1 << 26
+"""Most logit gradients held at once, in the dtype of the hidden states, so that the weight's gradient takes few products."""
 
 
 class LogprobOutput(NamedTuple):
@@ -33,11 +36,13 @@ class LogprobOutput(NamedTuple):
     """[R] float32, nats, at the row's temperature; differentiable."""
 
 
-def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Slices of rows whose logits fit in CHUNK_ELEMENTS."""
-    step = max(CHUNK_ELEMENTS // vocab_size // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    for begin in range(0, num_rows, step):
-        yield slice(begin, min(begin + step, num_rows))
+def row_chunks(
+    num_rows: int, vocab_size: int, *, begin: int = 0, num_elements: int = CHUNK_ELEMENTS
+) -> Iterator[slice]:
+    """Slices that cover the rows from `begin` to `num_rows`, each of at most `num_elements` logits."""
+    step = max(num_elements // vocab_size // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    for start in range(begin, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 def scaled_logits(hidden_RD: Tensor, weight32_VD: Tensor, temperature_R: Tensor, linear: Linear) -> Tensor:
@@ -65,8 +70,8 @@ class _LmLogprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, weight32, linear):  # type: ignore[no-untyped-def]
         num_rows, vocab_size = hidden.shape[0], weight.shape[0]
         weight32 = weight.float() if weight32 is None else weight32
-        lse, logprob, entropy = (hidden.new_full((num_rows,), torch.nan, dtype=torch.float32) for _ in range(3))
-        top1 = torch.full((num_rows,), -1, dtype=torch.int32, device=hidden.device)
+        lse, logprob, entropy = (hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(3))
+        top1 = hidden.new_empty(num_rows, dtype=torch.int32)
         for rows in row_chunks(num_rows, vocab_size):
             n = rows.stop - rows.start
             z = scaled_logits(hidden[rows], weight32, temperature[rows], linear)
@@ -75,35 +80,55 @@ class _LmLogprob(torch.autograd.Function):
             logprob[rows] = z[:n].gather(1, targets[rows, None].long()).squeeze(1) - chunk_lse[:n]
             top1[rows] = z.argmax(-1)[:n].int()
             entropy[rows] = (chunk_lse - exp.mul_(z).sum(-1) / total)[:n]
-        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
+        # Kept because widening the weight again costs as much as a hundred rows.
+        ctx.save_for_backward(hidden, weight, weight32, targets, temperature, lse, entropy)
         ctx.linear = linear
         ctx.mark_non_differentiable(top1)
         return logprob, top1, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprob, _, grad_entropy):  # type: ignore[no-untyped-def, override]
-        hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
-        weight32 = weight.float()
-        grad_hidden = torch.full_like(hidden, torch.nan) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in row_chunks(hidden.shape[0], weight.shape[0]):
-            n = rows.stop - rows.start
-            z = scaled_logits(hidden[rows], weight32, temperature[rows], ctx.linear)[:n]
-            logp = z.sub_(lse[rows, None])
-            grad_z = logp.exp()
-            if bool(grad_entropy[rows].any()):
-                grad_z *= -grad_logprob[rows, None] - grad_entropy[rows, None] * (logp + entropy[rows, None])
-            else:
-                grad_z *= -grad_logprob[rows, None]
-            grad_z.scatter_add_(1, targets[rows, None].long(), grad_logprob[rows, None])
-            grad_z /= torch.where(temperature[rows] == 0, 1.0, temperature[rows])[:, None]
-            grad_z = grad_z.to(hidden.dtype)
+    def backward(ctx, grad_logprob, _, grad_entropy):  # type: ignore[no-untyped-def]
+        hidden, weight, weight32, targets, temperature, lse, entropy = ctx.saved_tensors
+        num_rows, vocab_size = hidden.shape[0], weight.shape[0]
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: Tensor | None = None
+        for outer in row_chunks(num_rows, vocab_size, num_elements=GRADIENT_ELEMENTS):
+            grad_z = hidden.new_empty((outer.stop - outer.start, vocab_size))
+            for rows in row_chunks(outer.stop, vocab_size, begin=outer.start):
+                logits = scaled_logits(hidden[rows], weight32, temperature[rows], ctx.linear)[: rows.stop - rows.start]
+                grad_z[rows.start - outer.start : rows.stop - outer.start] = _logit_gradient(
+                    logits,
+                    *(x[rows, None] for x in (targets, temperature, lse, entropy, grad_logprob, grad_entropy)),
+                )
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_z @ weight
-            if grad_weight is not None:
-                grad_weight += grad_z.t() @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+                grad_hidden[outer] = grad_z @ weight
+            if ctx.needs_input_grad[1]:
+                product = grad_z.t() @ hidden[outer]
+                grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _logit_gradient(
+    z_RV: Tensor,
+    target_R1: Tensor,
+    temperature_R1: Tensor,
+    lse_R1: Tensor,
+    entropy_R1: Tensor,
+    grad_logprob_R1: Tensor,
+    grad_entropy_R1: Tensor,
+) -> Tensor:
+    """Gradient of the unscaled logits [R, V] float32; overwrites z."""
+    logp = z_RV.sub_(lse_R1)
+    if bool(grad_entropy_R1.any()):
+        weight = -grad_logprob_R1 - grad_entropy_R1 * (logp + entropy_R1)
+    else:
+        weight = -grad_logprob_R1
+    grad = logp.exp_().mul_(weight)
+    grad.scatter_add_(1, target_R1.long(), grad_logprob_R1)
+    return grad.div_(torch.where(temperature_R1 == 0, 1.0, temperature_R1))
 
 
 def lm_logprob(

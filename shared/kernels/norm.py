@@ -18,7 +18,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def]
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
         normed = x_TD.float() * scale_T1
         grad32 = grad_TD.float()

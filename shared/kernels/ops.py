@@ -99,7 +99,7 @@ class Ops:
 
     def describe(self) -> dict[str, str]:
         """The implementation that each operation runs, read back from this object."""
-        names = {
+        names: dict[str, Callable] = {
             "linear": self._linear,
             "rms_norm": self._pick(rms_norm, fast.rms_norm),
             "rope": rope,

@@ -53,7 +53,7 @@ def attention(
 ) -> Tensor:
     """One softmax per query and head, in float64 (differentiable, so that gradients have a reference too)."""
     group = q_THD.shape[1] // k_RKD.shape[1]
-    rows = []
+    rows: list[Tensor] = []
     for s, (q_len, context_len) in enumerate(zip(layout.q_lens.tolist(), layout.context_lens.tolist(), strict=True)):
         for position in range(context_len - q_len, context_len):
             begin = 0 if sliding_window is None else max(0, position - sliding_window + 1)

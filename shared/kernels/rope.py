@@ -23,7 +23,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_THD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_THD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         cos_T1d, sin_T1d = ctx.saved_tensors
         return _rotate(grad_THD, cos_T1d, -sin_T1d), None, None
 

@@ -142,8 +142,10 @@ def _sample_chunk(z_PV: Tensor, rows: slice, params: SamplingParams) -> SampleOu
     token = top1.clone()
     drawn = (params.temperature[rows] > 0).nonzero().squeeze(1)
     if drawn.numel():
-        key = (params.seed, params.prompt, params.sample, params.position)
-        noise = gumbel_noise(*(x[rows][drawn] for x in key), z_RV.shape[1])
+        seed, prompt, sample_number, position = (
+            x[rows][drawn] for x in (params.seed, params.prompt, params.sample, params.position)
+        )
+        noise = gumbel_noise(seed, prompt, sample_number, position, z_RV.shape[1])
         token[drawn] = noise.add_(z_RV if drawn.numel() == num_rows else z_RV[drawn]).argmax(-1)
     logprob = z_RV.gather(1, token[:, None]).squeeze(1) - lse
     return SampleOutput(token.int(), logprob, top1.int())

@@ -63,10 +63,10 @@ class ModelConfig:
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(K, N) of the projections, the hidden size first, for `self_check`."""
+        """(K, N) of the projections, the hidden size first, and a slice of the head, for `self_check`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         d, i = self.hidden_size, self.intermediate_size
-        return ((d, q), (d, kv), (q, d), (d, i), (i, d))
+        return ((d, q), (d, kv), (q, d), (d, i), (i, d), (d, min(self.vocab_size, 4096 + self.vocab_size % 64)))
 
     @property
     def heads(self) -> tuple[int, int, int]:

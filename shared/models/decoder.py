@@ -6,8 +6,6 @@ then the decoder; every parameter is used inside the forward of the module that 
 Legend: T tokens of the forward, D hidden size, R scored rows.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,20 +16,22 @@ from shared.models.kv_cache import KVCache
 from shared.models.rope import RopeTable
 
 
-@dataclass(frozen=True)
 class Score:
     """Rows to put through the head within a forward.
 
-    A plain object on purpose: FSDP2's mixed precision casts the float tensors among a forward's arguments, and a
-    temperature rounded to bfloat16 is another temperature.
+    No dataclass on purpose: FSDP2's mixed precision casts the float tensors that it finds among a forward's arguments,
+    and a temperature rounded to bfloat16 is another temperature.
     """
 
-    rows: Tensor
-    """[R] int64 packed rows."""
-    targets: Tensor
-    """[R] int32 or int64: the token that each row is to predict."""
-    temperature: Tensor
-    """[R] float32; 0 reads as 1."""
+    def __init__(self, rows: Tensor, targets: Tensor, temperature: Tensor) -> None:
+        """Keep.
+
+        Args:
+            rows: [R] int64 packed rows.
+            targets: [R] int32 or int64: the token that each row is to predict.
+            temperature: [R] float32; 0 reads as 1.
+        """
+        self.rows, self.targets, self.temperature = rows, targets, temperature
 
 
 class Linear(nn.Module):

@@ -1,0 +1,63 @@
+"""The start-up check: it passes here, sees a leak, falls back, refuses."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
+from shared.kernels.linear import padded_linear
+from shared.kernels.ops import Ops
+from tests.kernels.kernel_testing import DTYPES
+
+module = importlib.import_module("shared.kernels.self_check")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_kernels_pass(dtype: torch.dtype) -> None:
+    self_check(build_ops("exact"), dtype)
+    self_check(build_ops("fast"), dtype)
+
+
+def test_a_leaking_product_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "linear_candidates", lambda: [F.linear, padded_linear])
+    ops = build_ops("exact")
+    self_check(ops, torch.float32)
+    assert ops.describe()["linear"] == "linear.padded_linear"
+
+
+def test_without_an_exact_product_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "linear_candidates", lambda: [F.linear])
+    with pytest.raises(
+        InexactKernelError, match=r"linear .* does not give a row the same bits .* 1 rows .* OMP_NUM_THREADS"
+    ):
+        self_check(build_ops("exact"), torch.float32)
+
+
+@pytest.mark.parametrize("op", ["attention", "silu_mul", "lm_logprob"])
+def test_each_leaking_operation_is_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaking, fast = vars(Ops)[op], build_ops("fast")
+    monkeypatch.setattr(Ops, op, lambda self, *args, **kwargs: leaking(fast, *args, **kwargs))
+    with pytest.raises(InexactKernelError, match=f"^{op} "):
+        self_check(build_ops("exact"), torch.float32)
+
+
+def test_fingerprint_names_mode_threads_and_implementations() -> None:
+    ops = build_ops("exact")
+    text = fingerprint(ops, torch.float32)
+    assert text == fingerprint(build_ops("exact"), torch.float32)
+    assert f"torch={torch.__version__}" in text
+    assert "threads=1" in text
+    ops.use_linear(padded_linear)
+    assert text != fingerprint(ops, torch.float32)
+    assert text != fingerprint(build_ops("fast"), torch.float32)
+    assert text != fingerprint(build_ops("exact"), torch.bfloat16)
+
+
+def test_modes_and_devices_without_kernels_are_refused() -> None:
+    assert default_dtype() in DTYPES
+    with pytest.raises(ValueError, match="'exact' or 'fast'"):
+        build_ops("quick")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use device 'cpu'"):
+        build_ops("exact", "meta")
