@@ -1,0 +1,295 @@
+"""What one step does, and what a swap of weights does between two: scheduler, page pool and model runner together.
+
+Every method is called from one thread, the loop's (`loop.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.config import RolloutConfig
+from services.rollout.kv_cache import PagePool
+from services.rollout.runner import ModelRunner
+from services.rollout.samples import Full, InvalidRequest, OtherVersion, Sample, SampleChunk, SampleFailed, Scoring
+from services.rollout.scheduler import Scheduler
+from services.rollout.sequence import SequenceState
+from services.rollout.weights import ServedModel, held_digest
+from shared.wire.types import FinishReason, float32_bytes, int32_array
+
+PROBE_TEMPERATURE = 1.0
+"""Of the probe's logprobs, on the trainer's side as on this one."""
+
+
+class EngineFault(RuntimeError):
+    """The engine computed something that cannot be right; the process must not go on."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start of the process."""
+
+    sampled_tokens: int = 0
+    continued_tokens: int = 0
+    prefill_tokens: int = 0
+    """Computed without sampling behind them: prompts, and what preemption made us compute again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    digest: str
+    """Of the weights in memory, read back."""
+    probe_tokens: int
+    probe_differing: int
+    pause_s: float
+    """Time that sampling stood still."""
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What left the engine since it was last asked."""
+
+    chunks: list[SampleChunk] = field(default_factory=list)
+    failures: list[SampleFailed] = field(default_factory=list)
+
+
+class Engine:
+    """Continuous batching over one model."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.pages = PagePool(num_pages=config.num_pages, page_size=config.page_size)
+        self.scheduler = Scheduler(
+            self.pages,
+            max_running=config.max_running,
+            max_step_tokens=config.max_step_tokens,
+            max_chunk_tokens=config.max_chunk_tokens,
+        )
+        self.counters = Counters()
+        self.doubt = ""
+        """Why the weights held may not be sampled from; empty when they may."""
+        self.is_draining = False
+        self._runner: ModelRunner | None = None
+        self._num_arrivals = 0
+        self._outputs = Outputs()
+
+    @property
+    def model(self) -> ServedModel | None:
+        return self._runner.model if self._runner else None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of pages that sequences hold, 0 to 1."""
+        return 1 - self.pages.num_free / self.pages.num_pages
+
+    def take_outputs(self) -> Outputs:
+        outputs, self._outputs = self._outputs, Outputs()
+        return outputs
+
+    def submit(self, samples: list[Sample]) -> None:
+        """Puts a group in line. Raises Refused, and then nothing of it is in line."""
+        self._require_room(len(samples), samples[0].request.manifest_digest)
+        for sample in samples:
+            self._enqueue(sample)
+            # A continuation may be at its end already.
+            reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+            if reason is not None:
+                self._end(sample, reason)
+
+    def submit_scoring(self, scorings: list[Scoring], manifest_digest: str) -> None:
+        """Puts sequences in line whose logprobs are wanted, through the same steps as everything else. Raises Refused."""
+        self._require_room(len(scorings), manifest_digest)
+        for scoring in scorings:
+            self._enqueue(scoring)
+
+    def abort(self, seqs: Iterable[Sample | Scoring]) -> int:
+        """Ends what is not finished; samples stream what they have. Returns how many."""
+        open_seqs = [s for s in seqs if s.state is not SequenceState.FINISHED]
+        for seq in open_seqs:
+            if isinstance(seq, Sample):
+                self._end(seq, FinishReason.ABORTED)
+            else:
+                self.scheduler.finish(seq)
+        return len(open_seqs)
+
+    def abort_ids(self, trajectory_ids: set[str]) -> int:
+        """`abort` by trajectory id."""
+        return self.abort([s for s in self._open_samples() if s.trajectory_id in trajectory_ids])
+
+    def step(self) -> None:
+        """Computes one chunk of every sequence that has a place, and samples the tokens that this makes possible."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return
+        assert self._runner is not None
+        hidden_TD = self._runner.forward(chunks)
+        samples: list[Sample] = []
+        rows: list[int] = []
+        begin = 0
+        for chunk in chunks:
+            seq, end = chunk.seq, begin + chunk.end - chunk.start
+            if isinstance(seq, Scoring):
+                targets = seq.targets[chunk.start : chunk.end]
+                logprobs = self._runner.score(hidden_TD[begin:end], targets, seq.temperature)
+                seq.logprobs[chunk.start : chunk.end] = logprobs
+            elif isinstance(seq, Sample) and chunk.is_last:
+                samples.append(seq)
+                rows.append(end - 1)
+            self.scheduler.complete(chunk)
+            if isinstance(seq, Scoring) and chunk.is_last:
+                self.scheduler.finish(seq)
+                seq.done.set_result(seq.logprobs)
+            begin = end
+        self.counters.prefill_tokens += begin - len(samples)
+        if samples:
+            self._sample(self._runner, hidden_TD[torch.tensor(rows)], samples)
+
+    def swap(self, model: ServedModel) -> CommitResult:
+        """Between two steps: serve another version, compute running sequences again under it, prove it by the probe.
+
+        Idempotent on the digest; then only the proof is repeated.
+        """
+        begin = time.monotonic()
+        for sample in self._open_samples():
+            self._flush(sample, None)
+        current = self.model
+        if current is not None and current.run != model.run:
+            self.fail_all(f"the replica went over from run {current.run.config.run} to {model.run.config.run}")
+        if current is None or current.run != model.run or current.version.digest != model.version.digest:
+            self.scheduler.restart(model.version.digest)
+        if self._runner is None or current is None or current.run != model.run:
+            # Free the old cache first: both at once may not fit.
+            self._runner = None
+            self._runner = ModelRunner(self.config, model)
+        self._runner.model = model
+        digest, num_tokens, num_differing = self._prove(model)
+        return CommitResult(digest, num_tokens, num_differing, time.monotonic() - begin)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends everything that is open; samples can be continued elsewhere from what was streamed."""
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.finish(seq)
+            if isinstance(seq, Sample):
+                self._flush(seq, None)
+                self._outputs.failures.append(SampleFailed(sample=seq, reason=reason))
+            elif isinstance(seq, Scoring):
+                seq.done.set_exception(OtherVersion(reason))
+
+    def _require_room(self, num_sequences: int, manifest_digest: str) -> None:
+        held = self.model.version.digest if self.model else "no version"
+        if manifest_digest != held:
+            raise OtherVersion(f"the replica holds {held}, asked for {manifest_digest}")
+        if self.doubt or self.is_draining:
+            raise OtherVersion(self.doubt or "the replica drains, to take another version")
+        num_open = len(self.scheduler.waiting) + len(self.scheduler.running)
+        limit = self.config.max_open_samples
+        if num_sequences > limit:
+            raise InvalidRequest(f"{num_sequences} sequences in one call, at most {limit} may be open; send fewer")
+        if num_open + num_sequences > limit:
+            raise Full(f"{num_open} of {limit} sequences are open, no room for {num_sequences}; try another replica")
+
+    def _enqueue(self, seq: Sample | Scoring) -> None:
+        seq.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self.scheduler.add(seq)
+
+    def _open_samples(self) -> list[Sample]:
+        return [s for s in (*self.scheduler.running, *self.scheduler.waiting) if isinstance(s, Sample)]
+
+    def _sample(self, runner: ModelRunner, hidden_RD: Tensor, samples: list[Sample]) -> None:
+        drawn = runner.sample(hidden_RD, samples)
+        is_finite = torch.isfinite(drawn.logprob)
+        if not bool(is_finite.all()):
+            bad = [s.trajectory_id for s, ok in zip(samples, is_finite.tolist(), strict=True) if not ok]
+            raise EngineFault(
+                f"a logprob that is not finite in {len(bad)} of {len(samples)} samples ({', '.join(bad[:4])}) under "
+                f"{runner.model.version}; look at the trainer's last step"
+            )
+        columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.top1.tolist())
+        for sample, token, logprob, top1 in zip(samples, *columns, strict=True):
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob)
+            sample.top1.append(top1)
+            self.counters.continued_tokens += sample.num_continued_tokens > 0
+            reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+            if reason is not None:
+                self._end(sample, reason)
+            elif len(sample.logprobs) >= self.config.stream_tokens:
+                self._flush(sample, None)
+        self.counters.sampled_tokens += len(samples)
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        self.scheduler.finish(sample)
+        self._flush(sample, reason)
+
+    def _flush(self, sample: Sample, reason: FinishReason | None) -> None:
+        """Hands over the tokens sampled since the last chunk, stamped with the version held: flush before a swap."""
+        num_tokens = len(sample.logprobs)
+        if not num_tokens and reason is None:
+            return
+        assert self.model is not None
+        self._outputs.chunks.append(
+            SampleChunk(
+                sample=sample,
+                start=sample.num_sampled_tokens - num_tokens,
+                token_ids=sample.token_ids[len(sample.token_ids) - num_tokens :],
+                logprobs=sample.logprobs,
+                top1=sample.top1,
+                version=self.model.version,
+                finish_reason=reason,
+            )
+        )
+        sample.logprobs, sample.top1 = [], []
+
+    def _prove(self, model: ServedModel) -> tuple[str, int, int]:
+        """Reads the digest of what is held and scores the probe through ordinary steps, ahead of everything in line.
+
+        Returns:
+            The digest, the number of probe logprobs, and how many of them differ.
+        """
+        digest = held_digest(model)
+        probes = [
+            scoring_of(int32_array(ids).tolist(), PROBE_TEMPERATURE)
+            for ids in model.manifest.probe_token_ids
+            if len(ids) > 4
+        ]
+        held, self.scheduler.waiting = self.scheduler.waiting, []
+        for probe in probes:
+            probe.arrival = -1
+            self.scheduler.add(probe)
+        while not all(p.done.done() for p in probes):
+            self.step()
+        for seq in held:
+            self.scheduler.add(seq)
+        expected = b"".join(model.manifest.probe_logprobs)
+        got = b"".join(float32_bytes(p.logprobs) for p in probes)
+        num_differing = int((np.frombuffer(got, "<u4") != np.frombuffer(expected, "<u4")).sum())
+        self.doubt = ""
+        if digest != model.version.digest:
+            self.doubt = f"the weights in memory have digest {digest}, the manifest says {model.version.digest}"
+        elif num_differing and model.run.config.numerics == "exact":
+            self.doubt = f"{num_differing} of {len(got) // 4} probe logprobs differ from the trainer's"
+        if self.doubt:
+            self.fail_all(self.doubt)
+        return digest, len(got) // 4, num_differing
+
+
+def scoring_of(ids: list[int], temperature: float) -> Scoring:
+    """A sequence to score: one logprob per token from the second on."""
+    return Scoring(
+        arrival=0,
+        token_ids=ids[:-1],
+        shares_pages=False,
+        targets=ids[1:],
+        temperature=temperature,
+        logprobs=np.full(len(ids) - 1, np.nan, np.float32),
+    )

@@ -1,0 +1,169 @@
+"""THE loop of a replica: a thread of its own that owns the engine.
+
+    server (asyncio) --commands--> loop --outputs--> server
+                                    |
+                                  engine
+
+Commands run between two steps, so nothing ever changes under a step. The loop never waits for the network: outputs are
+handed over by a callback that only puts them into queues, each bounded by the tokens its samples may have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from services.rollout.engine import CommitResult, Engine, Outputs
+from services.rollout.meters import Meters
+from services.rollout.samples import Refused, ShuttingDown
+from services.rollout.weights import ServedModel
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+STOPPED = "the replica is shutting down; continue elsewhere"
+
+
+@dataclass(slots=True)
+class Commit:
+    """A swap that waits for its moment."""
+
+    model: ServedModel
+    is_drain: bool
+    """Wait until nothing is open; otherwise what runs is computed again under the new weights."""
+    done: Future[CommitResult]
+
+    def is_due(self, engine: Engine) -> bool:
+        return not self.is_drain or not engine.has_work or self.done.cancelled()
+
+
+class EngineLoop:
+    """Args:
+    engine: from now on touched by this loop's thread only.
+    deliver: called with what left the engine; must not block.
+    on_end: called once, when the loop is over, with the error that ended it or None; must not block.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        meters: Meters,
+        *,
+        deliver: Callable[[Outputs], None],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self.engine = engine
+        self._meters = meters
+        self._deliver, self._on_end = deliver, on_end
+        self._commands: deque[tuple[Future, Callable[[], Any]]] = deque()
+        self._commit: Commit | None = None
+        self._is_stopping = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._guarded, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the loop after the step it is in. Returns whether it ended in time."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function` between two steps. A Refused goes to the caller; any other error is a fault of the loop too."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._is_stopping:
+                future.set_exception(ShuttingDown(STOPPED))
+            else:
+                self._commands.append((future, function))
+                self._wake.notify()
+        return future
+
+    def commit(self, model: ServedModel, *, is_drain: bool) -> Future[CommitResult]:
+        """Swaps between two steps, or once nothing is open. Cancelling the future gives up a drain that still waits."""
+        done: Future[CommitResult] = Future()
+
+        def begin() -> None:
+            if self._commit is not None:
+                self._commit.done.cancel()
+            self._commit = Commit(model, is_drain, done)
+            self.engine.is_draining = is_drain
+
+        def hand_on(begun: Future[None]) -> None:
+            if error := begun.exception():
+                done.set_exception(error)
+
+        self.call(begin).add_done_callback(hand_on)
+        return done
+
+    def run(self) -> None:
+        """Steps while there is work.
+
+        consumes: commands (requests, aborts, commits)
+        produces: chunks of sampled tokens, failures, results of commands
+        waits for: a command, when there is nothing to compute
+        unblocked by: `call`, `commit`, `stop`
+        """
+        while self._wait_for_work():
+            while self._commands:
+                self._execute(*self._commands.popleft())
+            if self._commit is not None and self._commit.is_due(self.engine):
+                self._swap(self._commit)
+            begin = time.monotonic()
+            self.engine.step()
+            self._meters.observe(self.engine, time.monotonic() - begin)
+            self._deliver(self.engine.take_outputs())
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._commands or self.engine.has_work or self._commit or self._is_stopping):
+                self._wake.wait()
+            return not self._is_stopping
+
+    def _swap(self, commit: Commit) -> None:
+        self._commit = None
+        self.engine.is_draining = False
+        self._execute(commit.done, lambda: self.engine.swap(commit.model))
+
+    def _execute(self, future: Future[T], function: Callable[[], T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except Refused as refused:
+            future.set_exception(refused)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _guarded(self) -> None:
+        fault: BaseException | None = None
+        # Per thread: OpenMP starts a new thread with the machine's count, not with the process's setting.
+        torch.set_num_threads(self.engine.config.threads)
+        try:
+            with torch.inference_mode():
+                self.run()
+                self.engine.fail_all(STOPPED)
+        except BaseException as error:  # the loop's edge: the process ends
+            fault = error
+            log.exception("engine loop failed", replica=self.engine.config.replica)
+        with self._wake:
+            self._is_stopping = True
+        for future, _ in self._commands:
+            future.set_exception(ShuttingDown(STOPPED))
+        if self._commit is not None:
+            self._commit.done.cancel()
+        self._deliver(self.engine.take_outputs())
+        self._on_end(fault)

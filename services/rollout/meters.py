@@ -1,0 +1,57 @@
+"""The engine's numbers as Prometheus metrics."""
+
+from __future__ import annotations
+
+from services.rollout.engine import CommitResult, Engine
+from services.rollout.weights import ServedModel
+from shared.metrics import names
+from shared.metrics.server import metric
+
+
+class Meters:
+    """All metrics of one replica."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._sampled, self._continued, self._prefill, self._hits, self._preemptions = (
+            metric(spec).labels(replica=replica)
+            for spec in (
+                names.SAMPLED_TOKENS,
+                names.CONTINUED_TOKENS,
+                names.PREFILL_TOKENS,
+                names.PREFIX_HIT_TOKENS,
+                names.PREEMPTIONS,
+            )
+        )
+        self._running, self._waiting, self._usage = (
+            metric(spec).labels(replica=replica)
+            for spec in (names.RUNNING_SEQUENCES, names.WAITING_SEQUENCES, names.KV_USAGE)
+        )
+        self._step_seconds = metric(names.ENGINE_STEP_SECONDS).labels(replica=replica)
+        self._last = (0, 0, 0, 0, 0)
+
+    def observe(self, engine: Engine, step_seconds: float) -> None:
+        """After every step."""
+        c, s = engine.counters, engine.scheduler
+        now = (c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions)
+        counters = (self._sampled, self._continued, self._prefill, self._hits, self._preemptions)
+        for counter, value, last in zip(counters, now, self._last, strict=True):
+            if value != last:
+                counter.inc(value - last)
+        self._last = now
+        self._running.set(len(s.running))
+        self._waiting.set(len(s.waiting))
+        self._usage.set(engine.kv_usage)
+        self._step_seconds.observe(step_seconds)
+
+    def prepared(self, model: ServedModel, seconds: float) -> None:
+        metric(names.KERNELS).labels(role="rollout").info(model.numerics.ops.describe())
+        metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)
+
+    def committed(self, model: ServedModel, result: CommitResult, seconds: float) -> None:
+        metric(names.POLICY_STEP).labels(role="rollout", member=self._replica).set(model.version.step)
+        metric(names.WEIGHT_SYNC_SECONDS).labels(phase="commit").observe(seconds)
+        metric(names.PARITY_MISMATCH).labels(replica=self._replica).inc(result.probe_differing)
+
+    def failed(self, phase: str) -> None:
+        metric(names.WEIGHT_SYNC_FAILURES).labels(phase=phase).inc()

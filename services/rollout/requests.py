@@ -1,0 +1,164 @@
+"""Requests as they arrive, checked and turned into what the engine computes; and its output turned into messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engine import scoring_of
+from services.rollout.samples import GroupRequest, InvalidRequest, OtherVersion, Sample, SampleChunk, Scoring
+from services.rollout.stopping import REPLACEMENT, Decode, StopRule
+from services.rollout.weights import ServedModel
+from shared.wire.pb import rollout_pb2 as pb
+from shared.wire.types import Kv, SamplingParams, float32_bytes, int32_array, int32_bytes
+
+
+def sampling_of(message: pb.SamplingParams, *, is_evaluation: bool) -> SamplingParams:
+    """Raises InvalidRequest, naming the field and the value got."""
+    params = SamplingParams(
+        temperature=message.temperature,
+        max_tokens=message.max_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop=tuple(message.stop),
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+    )
+    checks = {
+        "temperature must be finite and >= 0": math.isfinite(params.temperature) and params.temperature >= 0,
+        "max_tokens must be >= 1": params.max_tokens >= 1,
+        "top_p must be in [0, 1]": 0 <= params.top_p <= 1,
+        "min_p must be in [0, 1]": 0 <= params.min_p <= 1,
+        "stop strings must not be empty": all(params.stop),
+        "stop strings must not contain the replacement character": not any(REPLACEMENT in s for s in params.stop),
+        "temperature 0 belongs to evaluations; training rollouts need one above 0": is_evaluation
+        or params.temperature > 0,
+        "top_p, top_k and min_p are refused for training rollouts": is_evaluation or not params.is_truncated,
+    }
+    for rule, is_met in checks.items():
+        if not is_met:
+            raise InvalidRequest(f"{rule}, got {params}")
+    return params
+
+
+def samples_of(
+    message: pb.GenerateRequest, model: ServedModel, *, kv_capacity_tokens: int, decode: Decode | None, stream: Any
+) -> list[Sample]:
+    """The samples of one Generate call.
+
+    Args:
+        kv_capacity_tokens: tokens of the longest sequence that the cache holds.
+        decode: of the run's tokenizer, where the request has stop strings.
+
+    Raises: InvalidRequest, OtherVersion.
+    """
+    run = model.run.config
+    held = (run.run, model.version.digest)
+    if (message.run, message.manifest_digest) != held:
+        raise OtherVersion(f"the replica holds {held}, asked for {(message.run, message.manifest_digest)}")
+    request = GroupRequest(
+        manifest_digest=message.manifest_digest,
+        seed=message.seed,
+        prompt_number=message.prompt_number,
+        sampling=sampling_of(message.sampling, is_evaluation=message.evaluation),
+        stream=stream,
+    )
+    if not message.samples:
+        raise InvalidRequest("a call without samples; give at least one")
+    prompt = _token_ids(message.prompt_token_ids, "prompt_token_ids", model.run.model.vocab_size)
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids is empty; a prompt has at least one token")
+    limit = min(run.max_model_len, kv_capacity_tokens)
+    if len(prompt) + request.sampling.max_tokens > limit:
+        raise InvalidRequest(
+            f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} exceed {limit}, "
+            f"the least of the run's max_model_len ({run.max_model_len}) and the cache; shorten one of them"
+        )
+    return [_sample(s, request, prompt, model, decode) for s in message.samples]
+
+
+def _sample(
+    message: pb.Sample, request: GroupRequest, prompt: list[int], model: ServedModel, decode: Decode | None
+) -> Sample:
+    if not message.trajectory_id:
+        raise InvalidRequest("a sample without trajectory_id")
+    continued = _token_ids(message.token_ids, f"token_ids of {message.trajectory_id}", model.run.model.vocab_size)
+    if len(continued) > request.sampling.max_tokens:
+        raise InvalidRequest(
+            f"{message.trajectory_id} continues {len(continued)} tokens, but max_tokens is {request.sampling.max_tokens}"
+        )
+    return Sample(
+        arrival=0,
+        token_ids=prompt + continued,
+        request=request,
+        trajectory_id=message.trajectory_id,
+        sample_index=message.sample_index,
+        num_prompt_tokens=len(prompt),
+        num_continued_tokens=len(continued),
+        stop_rule=StopRule(request.sampling, decode),
+    )
+
+
+def scorings_of(message: pb.ScoreRequest, model: ServedModel, *, kv_capacity_tokens: int) -> list[Scoring]:
+    """The sequences of one Score call, empty ones for those of a single token. Raises InvalidRequest."""
+    if not (math.isfinite(message.temperature) and message.temperature >= 0):
+        raise InvalidRequest(f"temperature must be finite and >= 0 (0 reads as 1), got {message.temperature}")
+    limit = min(model.run.config.max_model_len, kv_capacity_tokens)
+    scorings = []
+    for i, data in enumerate(message.token_ids):
+        ids = _token_ids(data, f"sequence {i}", model.run.model.vocab_size)
+        if not 1 <= len(ids) <= limit:
+            raise InvalidRequest(f"sequence {i} has {len(ids)} tokens, expected 1 to {limit}")
+        scorings.append(scoring_of(ids, message.temperature))
+    return scorings
+
+
+def chunk_message(chunk: SampleChunk, fingerprint: str) -> pb.GenerateChunk:
+    return pb.GenerateChunk(
+        trajectory_id=chunk.sample.trajectory_id,
+        start=chunk.start,
+        token_ids=int32_bytes(chunk.token_ids),
+        logprobs=float32_bytes(np.asarray(chunk.logprobs, np.float32)),
+        top1=int32_bytes(chunk.top1),
+        lineage=chunk.version.lineage,
+        policy_step=chunk.version.step,
+        manifest_digest=chunk.version.digest,
+        # A swap computes every running prefix again, so no cache here ever mixes versions.
+        kv=Kv.FRESH,
+        finish_reason=chunk.finish_reason or "",
+        fingerprint=fingerprint,
+    )
+
+
+def tokenizer_decode(model_name: str) -> Decode:
+    """Loads the run's tokenizer, which takes seconds: call it in a thread.
+
+    Raises InvalidRequest when there is none to be had.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"stop strings need the tokenizer of {model_name!r}, which cannot be loaded: {error}"
+        ) from error
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    return decode
+
+
+def _token_ids(data: bytes, name: str, vocab_size: int) -> list[int]:
+    if len(data) % 4:
+        raise InvalidRequest(f"{name} must be int32 values, got {len(data)} bytes")
+    ids = int32_array(data)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise InvalidRequest(f"{name} must be in [0, {vocab_size}), got values from {ids.min()} to {ids.max()}")
+    return ids.tolist()

@@ -1,0 +1,114 @@
+"""What the engine computes: samples that grow, and sequences that are only scored."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from services.rollout.sequence import Sequence
+from services.rollout.stopping import StopRule
+from shared.wire.types import FinishReason, SamplingParams
+
+
+class Refused(Exception):
+    """The engine can't take this request now, or ever; the text says why."""
+
+
+class InvalidRequest(Refused):
+    """The request can be served by no replica of this run."""
+
+
+class OtherVersion(Refused):
+    """The replica does not hold the version asked for, or is about to leave it."""
+
+
+class Full(Refused):
+    """The waiting line has no room."""
+
+
+class UnservableRun(Refused):
+    """This process may not serve the run: its cache, its kernels or its build don't fit. Another one may."""
+
+
+class ShuttingDown(Refused):
+    """The replica ends; what was streamed stays true."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupRequest:
+    """What all samples of one Generate call have in common."""
+
+    manifest_digest: str
+    seed: int
+    prompt_number: int
+    sampling: SamplingParams
+    stream: Any
+    """Where the chunks go; the engine only passes it on."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sample(Sequence):
+    """One trajectory that is being sampled."""
+
+    request: GroupRequest
+    trajectory_id: str
+    sample_index: int
+    num_prompt_tokens: int
+    num_continued_tokens: int
+    """Sampled elsewhere and given with the request."""
+    stop_rule: StopRule
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens sampled since the last chunk; float32 values."""
+    top1: list[int] = field(default_factory=list)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Continued ones included: the index of the next token to sample."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Scoring(Sequence):
+    """A sequence whose tokens are given; every row's log-probability of its next token is wanted."""
+
+    targets: list[int]
+    """targets[i] follows token_ids[i]."""
+    temperature: float
+    logprobs: np.ndarray
+    """[len(targets)] float32, filled as chunks complete."""
+    done: Future = field(default_factory=Future)
+    """Resolves to `logprobs`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Full name of the weights, as stamped on every token."""
+
+    lineage: int
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleChunk:
+    """Tokens of one sample, all from one version."""
+
+    sample: Sample
+    start: int
+    """Index of the first one among the sampled tokens."""
+    token_ids: list[int]
+    logprobs: list[float]
+    top1: list[int]
+    version: Version
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailed:
+    """The sample can't go on here; what was streamed of it stays true."""
+
+    sample: Sample
+    reason: str

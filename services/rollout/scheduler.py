@@ -1,0 +1,138 @@
+"""Who runs in the next step: continuous batching in arrival order under a token budget. Pure Python, no tensors.
+
+Every step gives each running sequence, oldest first, one chunk: its next token in decode, up to `max_chunk_tokens` of
+what is not computed in prefill. Then waiting sequences are admitted in arrival order. Pages are allotted optimistically,
+for the tokens that exist; when they run out the youngest running sequence is preempted: it gives up its pages, keeps its
+tokens and its place in the queue, and is computed again later. The oldest is never preempted for another and one
+sequence of full length fits in the cache, so it always advances.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from services.rollout.kv_cache import PagePool
+from services.rollout.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's share of a step: its tokens [start, end)."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence is computed to its end, so that its next token can be sampled."""
+        return self.end == len(self.seq.token_ids)
+
+
+class Scheduler:
+    """WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
+
+    Usage: `schedule`, compute the chunks, `complete` them, append sampled tokens, `finish` what is done; repeat.
+    """
+
+    def __init__(self, pages: PagePool, *, max_running: int, max_step_tokens: int, max_chunk_tokens: int) -> None:
+        self.pages = pages
+        self.max_running, self.max_step_tokens, self.max_chunk_tokens = max_running, max_step_tokens, max_chunk_tokens
+        self.waiting: list[Sequence] = []
+        """Ascending arrival."""
+        self.running: list[Sequence] = []
+        """Ascending arrival."""
+        self.num_preemptions = 0
+        self.num_prefix_hit_tokens = 0
+        self._slots = list(reversed(range(max_running)))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a sequence in line. It must fit in an empty cache with every token it may ever have."""
+        assert seq.state is SequenceState.WAITING
+        insort(self.waiting, seq, key=_arrival)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks: at most `max_step_tokens` tokens, at least one if there is work."""
+        chunks: list[Chunk] = []
+        budget = self.max_step_tokens
+        num_preemptions = self.num_preemptions
+        position = 0
+        # Preemption takes from the end of the list, so it never meets a sequence that already has its chunk.
+        while position < len(self.running) and budget > 0:
+            seq = self.running[position]
+            while seq.state is SequenceState.RUNNING and not self.pages.grow(seq):
+                self._preempt(self.running[-1])
+            if seq.state is SequenceState.RUNNING:
+                budget -= self._append_chunk(chunks, seq, budget)
+                position += 1
+        if self.num_preemptions == num_preemptions:
+            self._admit(chunks, budget)
+        assert chunks or not self.has_work, "work but no step: a sequence exceeds the cache"
+        return chunks
+
+    def complete(self, chunk: Chunk) -> None:
+        """The chunk's keys and values are in the cache."""
+        self.pages.advance(chunk.seq, chunk.end)
+
+    def finish(self, seq: Sequence) -> None:
+        """Takes a sequence out, wherever it is."""
+        if seq.state is SequenceState.RUNNING:
+            self._leave(seq)
+        elif seq.state is SequenceState.WAITING:
+            self.waiting.remove(seq)
+        seq.state = SequenceState.FINISHED
+
+    def restart(self, manifest_digest: str) -> None:
+        """Weights change: every running sequence waits, to be computed again, and all cached pages are forgotten."""
+        while self.running:
+            self._preempt(self.running[-1])
+        self.pages.reset(manifest_digest)
+        for seq in self.waiting:
+            seq.page_keys = []
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        remaining: list[Sequence] = []
+        for position, seq in enumerate(self.waiting):
+            if budget == 0 or not self._slots:
+                remaining += self.waiting[position:]
+                break
+            hits = self.pages.lookup(seq)
+            if self.pages.is_coming(seq, len(hits)):
+                # A sibling computes this prompt right now; its pages are free of charge in a step or two.
+                remaining.append(seq)
+                continue
+            # One spare page for each that runs: without it the next page boundary would preempt who just came in.
+            if not self.pages.allocate(seq, hits, spare=len(self.running)):
+                remaining += self.waiting[position:]
+                break
+            self.num_prefix_hit_tokens += seq.num_computed
+            seq.state, seq.slot, seq.num_tabled_pages = SequenceState.RUNNING, self._slots.pop(), 0
+            insort(self.running, seq, key=_arrival)
+            budget -= self._append_chunk(chunks, seq, budget)
+        self.waiting = remaining
+
+    def _append_chunk(self, chunks: list[Chunk], seq: Sequence, budget: int) -> int:
+        num_tokens = min(len(seq.token_ids) - seq.num_computed, self.max_chunk_tokens, budget)
+        chunks.append(Chunk(seq, seq.num_computed, seq.num_computed + num_tokens))
+        return num_tokens
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._leave(seq)
+        self.num_preemptions += 1
+        seq.state = SequenceState.WAITING
+        insort(self.waiting, seq, key=_arrival)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.pages.release(seq)
+        self._slots.append(seq.slot)
+        seq.slot = -1
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

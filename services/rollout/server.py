@@ -1,0 +1,282 @@
+"""The RolloutEngine service: requests in, chunks out, weights staged and committed. Computes nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1._async import HealthServicer
+
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import CommitResult, Outputs
+from services.rollout.loop import STOPPED, EngineLoop
+from services.rollout.meters import Meters
+from services.rollout.requests import chunk_message, samples_of, scorings_of, tokenizer_decode
+from services.rollout.samples import (
+    Full,
+    InvalidRequest,
+    OtherVersion,
+    Sample,
+    SampleChunk,
+    SampleFailed,
+    ShuttingDown,
+    UnservableRun,
+)
+from services.rollout.staging import AbortedStaging, Staging
+from services.rollout.stopping import Decode
+from services.rollout.weights import ServedModel
+from shared.wire import rpc
+from shared.wire.pb import rollout_pb2 as pb
+from shared.wire.pb.rollout_pb2_grpc import RolloutEngineServicer
+from shared.wire.tensors import DigestMismatch
+from shared.wire.types import float32_bytes
+from shared.wire.weights import ReplicaLink, UnknownVersion, WeightSyncError
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+HEALTH_SERVICE = "timzero.rollout.v1.RolloutEngine"
+"""SERVING while the replica may be sampled from; the empty name is SERVING while the process is up."""
+
+
+class EngineEnded(Exception):
+    """The engine loop failed; the process is about to exit."""
+
+
+_CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (OtherVersion, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnservableRun, grpc.StatusCode.FAILED_PRECONDITION),
+    (Full, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ShuttingDown, grpc.StatusCode.UNAVAILABLE),
+    (EngineEnded, grpc.StatusCode.INTERNAL),
+    (AbortedStaging, grpc.StatusCode.ABORTED),
+    (DigestMismatch, grpc.StatusCode.DATA_LOSS),
+    (UnknownVersion, grpc.StatusCode.NOT_FOUND),
+    (WeightSyncError, grpc.StatusCode.UNAVAILABLE),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+"""First match; DigestMismatch is a ValueError."""
+_ANSWERED = tuple(kind for kind, _ in _CODES)
+
+
+class Stream:
+    """What one Generate call still has to send. Bounded by the tokens that its samples may have."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[SampleChunk | SampleFailed | Exception] = asyncio.Queue()
+
+    def put(self, item: SampleChunk | SampleFailed | Exception) -> None:
+        self._queue.put_nowait(item)
+
+    async def chunks(self, num_samples: int) -> AsyncIterator[SampleChunk]:
+        """Until every sample is finished. Raises what ended them otherwise, after everything that was sampled.
+
+        consumes: what the engine loop delivers
+        produces: chunks in order
+        waits for: the next delivery
+        unblocked by: the engine loop, which delivers the end of every sample, and its own
+        """
+        failure = ""
+        while num_samples:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, SampleFailed):
+                num_samples, failure = num_samples - 1, item.reason
+            else:
+                num_samples -= item.finish_reason is not None
+                yield item
+        if failure:
+            raise ShuttingDown(failure) if failure == STOPPED else OtherVersion(failure)
+
+
+class RolloutService(RolloutEngineServicer):
+    """gRPC in front of an engine loop. Its methods run in the event loop of the main thread."""
+
+    def __init__(
+        self, config: RolloutConfig, loop: EngineLoop, link: ReplicaLink, meters: Meters, health: HealthServicer
+    ) -> None:
+        self._config, self._loop, self._link, self._meters = config, loop, link, meters
+        self._engine, self._health = loop.engine, health
+        self._staging = Staging(config, loop)
+        self._streams: set[Stream] = set()
+        self._health_update: asyncio.Task[None] | None = None
+        self._decoders: dict[str, asyncio.Task[Decode]] = {}
+        self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why this process may not serve the run: it should exit."""
+        self.ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        """The engine loop is over; its fault, if that is why."""
+
+    def deliver(self, outputs: Outputs) -> None:
+        for chunk in outputs.chunks:
+            chunk.sample.request.stream.put(chunk)
+        for failure in outputs.failures:
+            failure.sample.request.stream.put(failure)
+
+    def end(self, fault: BaseException | None) -> None:
+        """The engine loop is over: no stream will hear from it again."""
+        error = ShuttingDown(STOPPED) if fault is None else EngineEnded(f"the engine failed: {fault}")
+        for stream in self._streams:
+            stream.put(error)
+        self.ended.set_result(fault)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateChunk]:
+        stream = Stream()
+        samples: list[Sample] = []
+        self._streams.add(stream)
+        try:
+            samples = await self._samples(request, stream)
+            await self._in_loop(lambda: self._engine.submit(samples))
+            async for chunk in stream.chunks(len(samples)):
+                yield chunk_message(chunk, self._model.numerics.fingerprint)
+        except _ANSWERED as error:
+            await _abort(context, error)
+        finally:
+            # Also when the client is gone: nobody would read what these samples still cost.
+            self._streams.discard(stream)
+            self._loop.call(lambda: self._engine.abort(samples))
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
+        ids = set(request.trajectory_ids)
+        try:
+            return pb.AbortReply(num_aborted=await self._in_loop(lambda: self._engine.abort_ids(ids)))
+        except _ANSWERED as error:
+            await _abort(context, error)
+
+    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
+        try:
+            model = self._model
+            scorings = scorings_of(request, model, kv_capacity_tokens=self._config.kv_capacity_tokens)
+            pending = [s for s in scorings if s.targets]
+            await self._in_loop(lambda: self._engine.submit_scoring(pending, model.version.digest))
+            try:
+                await asyncio.gather(*(asyncio.wrap_future(s.done) for s in pending))
+            finally:
+                self._loop.call(lambda: self._engine.abort(pending))
+            logprobs = [float32_bytes(s.logprobs) for s in scorings]
+            return pb.ScoreReply(logprobs=logprobs, manifest_digest=model.version.digest)
+        except _ANSWERED as error:
+            await _abort(context, error)
+
+    async def PrepareWeights(
+        self, request: pb.PrepareWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PrepareWeightsReply:
+        begin = time.monotonic()
+        try:
+            timeout_s = context.time_remaining() or self._config.fetch_timeout_s
+            model = await self._staging.prepare(request.manifest, timeout_s=timeout_s)
+        except _ANSWERED as error:
+            self._meters.failed("prepare")
+            log.warning("prepare failed", digest=request.manifest.version.digest, reason=str(error))
+            if isinstance(error, UnservableRun) and not self.refused.done():
+                self.refused.set_result(str(error))
+            await _abort(context, error)
+        seconds = time.monotonic() - begin
+        self._meters.prepared(model, seconds)
+        log.info(
+            "prepared", run=model.run.config.run, step=model.version.step, digest=model.version.digest, seconds=seconds
+        )
+        return pb.PrepareWeightsReply(
+            manifest_digest=model.version.digest, fingerprint=model.numerics.fingerprint, seconds=seconds
+        )
+
+    async def CommitWeights(
+        self, request: pb.CommitWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CommitWeightsReply:
+        begin = time.monotonic()
+        try:
+            result = await self._staging.commit(request.manifest_digest, mode=request.mode, on_commit=self._committed)
+        except _ANSWERED as error:
+            self._meters.failed("commit")
+            await _abort(context, error)
+        self._meters.committed(self._model, result, time.monotonic() - begin)
+        return pb.CommitWeightsReply(
+            manifest_digest=result.digest,
+            probe_tokens=result.probe_tokens,
+            probe_differing=result.probe_differing,
+            pause_seconds=result.pause_s,
+        )
+
+    async def AbortWeights(
+        self, request: pb.AbortWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortWeightsReply:
+        self._staging.abort(request.manifest_digest)
+        return pb.AbortWeightsReply()
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        engine, model = self._engine, self._engine.model
+        reply = pb.StatusReply(
+            replica=self._config.replica,
+            num_running=len(engine.scheduler.running),
+            num_waiting=len(engine.scheduler.waiting),
+            kv_usage=engine.kv_usage,
+            num_preemptions=engine.scheduler.num_preemptions,
+            num_sampled_tokens=engine.counters.sampled_tokens,
+            num_prefix_hit_tokens=engine.scheduler.num_prefix_hit_tokens,
+            num_continued_tokens=engine.counters.continued_tokens,
+            staged_digest=self._staging.staged_digest,
+        )
+        if model is not None:
+            reply.manifest_digest = model.version.digest
+            reply.lineage, reply.policy_step = model.version.lineage, model.version.step
+            reply.kernels.update(model.numerics.ops.describe())
+            reply.fingerprint = model.numerics.fingerprint
+            reply.max_model_len = model.run.config.max_model_len
+        return reply
+
+    @property
+    def _model(self) -> ServedModel:
+        if self._engine.model is None:
+            raise OtherVersion("the replica holds no version yet")
+        return self._engine.model
+
+    def _committed(self, result: CommitResult) -> None:
+        model, doubt = self._model, self._engine.doubt
+        self._link.manifest_digest = result.digest
+        update = rpc.set_health(self._health, serving=not doubt, service=HEALTH_SERVICE)
+        self._health_update = asyncio.create_task(update)
+        write = log.error if doubt else log.info
+        write(
+            "committed",
+            step=model.version.step,
+            digest=result.digest,
+            probe_tokens=result.probe_tokens,
+            probe_differing=result.probe_differing,
+            pause_s=result.pause_s,
+            doubt=doubt,
+        )
+
+    async def _samples(self, request: pb.GenerateRequest, stream: Stream) -> list[Sample]:
+        model = self._model
+        decode = await self._decode(model.run.config.model) if request.sampling.stop else None
+        return samples_of(
+            request, model, kv_capacity_tokens=self._config.kv_capacity_tokens, decode=decode, stream=stream
+        )
+
+    async def _decode(self, model_name: str) -> Decode:
+        """The run's tokenizer, loaded by the first request that needs it."""
+        task = self._decoders.get(model_name)
+        if task is None:
+            task = self._decoders[model_name] = asyncio.create_task(asyncio.to_thread(tokenizer_decode, model_name))
+        try:
+            # A request that is cancelled must not take the load away from the others that wait for it.
+            return await asyncio.shield(task)
+        except InvalidRequest:
+            self._decoders.pop(model_name, None)
+            raise
+
+    async def _in_loop(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._loop.call(function))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    code = next(code for kind, code in _CODES if isinstance(error, kind))
+    await context.abort(code, str(error))
+    raise AssertionError("abort raises")

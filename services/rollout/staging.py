@@ -1,0 +1,129 @@
+"""Versions on their way in: fetched, verified and built while the engine serves another, then handed to its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import CommitResult
+from services.rollout.loop import EngineLoop
+from services.rollout.samples import InvalidRequest, OtherVersion, UnservableRun
+from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified
+from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.weights import fetch
+
+
+class AbortedStaging(Exception):
+    """AbortWeights came while the version was being fetched."""
+
+
+class Staging:
+    """At most one version beside the one that is served."""
+
+    def __init__(self, config: RolloutConfig, loop: EngineLoop) -> None:
+        self._config, self._loop = config, loop
+        self._lock = asyncio.Lock()
+        self._numerics: tuple[tuple, Numerics] | None = None
+        self._coming = ""
+        """Digest that is being fetched."""
+        self._committing: Future[CommitResult] | None = None
+        self.staged: ServedModel | None = None
+
+    @property
+    def staged_digest(self) -> str:
+        return self.staged.version.digest if self.staged else ""
+
+    async def prepare(self, manifest: Manifest, *, timeout_s: float) -> ServedModel:
+        """Brings a version into staging; what was staged before is dropped. Returns at once if the replica has its weights.
+
+        Raises: ValueError, UnservableRun, AbortedStaging, and what `fetch` raises.
+        """
+        digest = manifest.version.digest
+        begin = time.monotonic()
+        async with self._lock:
+            run = ServedRun.of(manifest)
+            self._require_room(run, manifest)
+            numerics = await self._numerics_for(run)
+            if run.config.numerics == "exact" and manifest.fingerprint != numerics.fingerprint:
+                raise UnservableRun(
+                    f"the trainer computes with [{manifest.fingerprint}], this replica with [{numerics.fingerprint}]; exact mode "
+                    "needs the same build, machine type and thread count on both sides"
+                )
+            for model in (self.staged, self._loop.engine.model):
+                if model is not None and model.run == run and model.version.digest == digest:
+                    self.staged = replace(model, manifest=manifest)
+                    return self.staged
+            self.staged, self._coming = None, digest
+            left_s = timeout_s - (time.monotonic() - begin)
+            staged = await asyncio.to_thread(self._load, manifest, run, numerics, left_s)
+            if self._coming != digest:
+                raise AbortedStaging(f"version {digest} was given up while it was fetched")
+            self._coming = ""
+            self.staged = staged
+            return staged
+
+    async def commit(self, digest: str, *, mode: str, on_commit: Callable[[CommitResult], None]) -> CommitResult:
+        """Serves the staged version; once more proves the one that is served, if that is asked for.
+
+        Args:
+            mode: reprefill (or empty) | drain.
+            on_commit: called at the swap, whether or not somebody still waits for the answer.
+
+        Raises: InvalidRequest, OtherVersion when the version is not staged.
+        """
+        if mode not in ("", "reprefill", "drain"):
+            raise InvalidRequest(f"mode must be 'reprefill' or 'drain', got {mode!r}")
+        held = self._loop.engine.model
+        model = next((m for m in (self.staged, held) if m is not None and m.version.digest == digest), None)
+        if model is None:
+            raise OtherVersion(
+                f"version {digest} is not staged (staged: {self.staged_digest or 'none'}); prepare it first"
+            )
+        event_loop = asyncio.get_running_loop()
+
+        def committed(result: CommitResult) -> None:
+            if self.staged is model:
+                self.staged = None
+            on_commit(result)
+
+        def swapped(done: Future[CommitResult]) -> None:
+            if not done.cancelled() and not done.exception():
+                event_loop.call_soon_threadsafe(committed, done.result())
+
+        self._committing = self._loop.commit(model, is_drain=mode == "drain")
+        self._committing.add_done_callback(swapped)
+        return await asyncio.wrap_future(self._committing)
+
+    def abort(self, digest: str) -> None:
+        """Drops the version from staging, wherever it is: coming, staged, or waiting for the replica to drain."""
+        if digest in ("", self._coming):
+            self._coming = ""
+        if digest in ("", self.staged_digest):
+            self.staged = None
+            if self._committing is not None:
+                self._committing.cancel()
+
+    async def _numerics_for(self, run: ServedRun) -> Numerics:
+        key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)
+        if self._numerics is None or self._numerics[0] != key:
+            self._numerics = key, await asyncio.wrap_future(self._loop.call(lambda: certified(run)))
+        return self._numerics[1]
+
+    def _load(self, manifest: Manifest, run: ServedRun, numerics: Numerics, timeout_s: float) -> ServedModel:
+        tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=timeout_s)
+        return build_model(manifest, run, numerics, tensors)
+
+    def _require_room(self, run: ServedRun, manifest: Manifest) -> None:
+        capacity = self._config.kv_capacity_tokens
+        if capacity < run.config.max_model_len:
+            raise UnservableRun(
+                f"the KV cache holds {capacity} tokens, one sequence of run {run.config.run} may have "
+                f"{run.config.max_model_len}; raise kv_cache_tokens"
+            )
+        longest = max((len(ids) // 4 for ids in manifest.probe_token_ids), default=0)
+        if longest > run.config.max_model_len:
+            raise ValueError(f"a probe of {longest} tokens exceeds max_model_len {run.config.max_model_len}")

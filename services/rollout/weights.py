@@ -1,0 +1,107 @@
+"""From a manifest to a model that can be served, and back to the digest of what is served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.rollout.samples import UnservableRun, Version
+from shared.config import ConfigError, structure
+from shared.kernels import InexactKernelError, Ops, build_ops, fingerprint, self_check
+from shared.models import Decoder, ModelConfig, named_weights
+from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.run import RunConfig
+from shared.wire.tensors import RawTensor, check_manifest, manifest_digest, tensor_entry
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """What a manifest says about the run, read and checked."""
+
+    config: RunConfig
+    model: ModelConfig
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ServedRun:
+        """Raises ValueError when the manifest contradicts itself or describes a model that the decoder does not compute."""
+        check_manifest(manifest)
+        try:
+            config = structure(RunConfig, json.loads(manifest.run_config_json))
+            model = ModelConfig.from_hf(json.loads(manifest.model_config_json))
+        except (ConfigError, KeyError, TypeError) as error:
+            raise ValueError(f"manifest of run {manifest.run}: {error}") from error
+        names = {e.dtype for e in manifest.tensors}
+        if len(names) != 1 or not names <= DTYPES.keys():
+            raise ValueError(f"all weights must have one dtype of {', '.join(DTYPES)}, got {', '.join(sorted(names))}")
+        return cls(config, model, DTYPES[names.pop()])
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Operations that were found to keep the row contract here, and the name of everything their bits depend on."""
+
+    ops: Ops
+    fingerprint: str
+
+
+def certified(run: ServedRun) -> Numerics:
+    """Builds and checks the operations for a run; takes about a second. Call it in the thread that will compute.
+
+    Raises UnservableRun when exact mode can't be had here.
+    """
+    ops = build_ops(run.config.numerics)
+    try:
+        self_check(ops, run.dtype, linear_shapes=run.model.linear_shapes, heads=run.model.heads)
+    except InexactKernelError as error:
+        raise UnservableRun(str(error)) from error
+    return Numerics(ops, fingerprint(ops, run.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One version, ready to compute. Never written to: a swap replaces the whole object."""
+
+    manifest: Manifest
+    run: ServedRun
+    numerics: Numerics
+    decoder: Decoder
+    head32: Tensor | None
+    """[V, D] float32, the head as the exact product takes it; None in fast mode."""
+
+    @property
+    def version(self) -> Version:
+        v = self.manifest.version
+        return Version(lineage=v.lineage, step=v.step, digest=v.digest)
+
+
+def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors: dict[str, RawTensor]) -> ServedModel:
+    """Copies verified bytes into a decoder of its own.
+
+    Raises ValueError when names or shapes are not the model's.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(run.model, numerics.ops)
+    # An allocation of torch's own, aligned as its kernels like it, that outlives the file or message behind the bytes.
+    state = {name: torch.frombuffer(t.data, dtype=run.dtype).clone().view(t.shape) for name, t in tensors.items()}
+    try:
+        decoder.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the tensors of run {manifest.run} do not fit its model config: {error}") from error
+    decoder.requires_grad_(False).eval()
+    head32 = decoder.head_weight.float() if run.config.numerics == "exact" else None
+    return ServedModel(manifest, run, numerics, decoder, head32)
+
+
+def held_digest(model: ServedModel) -> str:
+    """The manifest digest of the tensors that the decoder computes from, read now."""
+    dtype = str(model.run.dtype).removeprefix("torch.")
+    return manifest_digest(
+        tensor_entry(name, RawTensor(dtype, tuple(w.shape), w.detach().contiguous().view(torch.uint8).numpy()))
+        for name, w in named_weights(model.decoder)
+    )
