@@ -293,10 +293,6 @@ class Client:
         path = f"/v1/runs/{run}/evals/{eval_id}"
         return self._json("GET", path, params={"wait_s": wait_s} if wait_s else {}, deadline_s=deadline_s)
 
-    def evals(self, run: str, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
-        """Every evaluation of a run, without its items."""
-        return self._pages(f"/v1/runs/{run}/evals", "evals", {}, deadline_s)
-
     def wait_eval(self, run: str, eval_id: int, *, deadline_s: float) -> dict[str, Any]:
         """The evaluation once all its samples are generated. Raises DeadlineError."""
         deadline = time.monotonic() + deadline_s

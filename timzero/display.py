@@ -53,6 +53,10 @@ class TerminalDisplay:
     def note(self, line: str) -> None:
         self.console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/]  {_escape(line)}")
 
+    def plain(self, line: str) -> None:
+        """A line without time or colour."""
+        self.console.print(line, markup=False)
+
     def step(self, step: StepSummary, num_steps: int) -> None:
         if self._task is None:
             self._task = self._progress.add_task(self._title, total=num_steps)

@@ -26,6 +26,7 @@ from shared.config import EXIT_CONFIG
 from shared.process import EXIT_REFUSED
 from shared.wire.embedded import EmbeddedValkey
 from shared.wire.rpc import channel
+from timzero.job import LocalTable
 from timzero.supervisor import Process, ProcessState, Spec, SupervisionError
 
 HOST = "127.0.0.1"
@@ -211,6 +212,22 @@ class LocalStack:
         except httpx.TransportError:
             time.sleep(0.1)
             return False
+
+
+def stack_of(table: LocalTable, run_dir: Path, *, announce: Callable[[str], None], port: int = 0) -> LocalStack:
+    """The stack that a configuration's `[local]` table describes; not started."""
+    return LocalStack(
+        run_dir,
+        num_replicas=table.replicas,
+        trainer_world_size=table.trainer_world_size,
+        threads=table.threads,
+        port=port,
+        gateway=table.gateway,
+        rollout=table.rollout,
+        trainer=table.trainer,
+        weight_sync=table.weight_sync,
+        announce=announce,
+    )
 
 
 def _answers_health(port: int) -> Callable[[float], bool]:
