@@ -79,21 +79,22 @@ class Generation:
 
     async def chunks(self, *, include_usage: bool) -> AsyncIterator[api.Envelope]:
         """Raises: RedisError, Problem deadline-exceeded, generation-failed."""
-        store, progress = self.gateway.store, self.gateway.progress
+        progress = self.gateway.progress
         cutters = [TextCutter(self.tokenizer) for _ in self.record.trajectories]
-        open_choices = dict(enumerate(self.record.trajectories))
+        open_choices = {i: t.trajectory_id for i, t in enumerate(self.record.trajectories)}
+        seen_events = -1
         async with self.gateway.feeds.follow(self.record.run) as feed:
             while open_choices:
-                seen, seen_events = progress.generation, feed.generation
-                states = await store.trajectories(
-                    self.record.run, [t.trajectory_id for t in open_choices.values()], with_tokens=True
-                )
-                for (index, _), now in zip(list(open_choices.items()), states, strict=True):
-                    piece = self._next_piece(index, now, cutters[index])
+                seen, finished = progress.generation, {}
+                if feed.generation != seen_events:
+                    seen_events = feed.generation
+                    finished = await self._finished(list(open_choices.values()))
+                for index, trajectory_id in list(open_choices.items()):
+                    piece = self._next_piece(index, trajectory_id, finished.get(trajectory_id), cutters[index])
                     if piece is not None:
                         yield self.writer.chunk(self._envelope(), [piece], self.tokenizer)
-                        if piece.finish_reason is not None:
-                            del open_choices[index]
+                    if trajectory_id in finished:
+                        del open_choices[index]
                 left_s = self.deadline - time.monotonic()
                 if open_choices and (left_s <= 0 or feed.closed):
                     raise self._late()
@@ -102,31 +103,37 @@ class Generation:
         if include_usage:
             yield self.writer.chunk(self._envelope(sum(len(c.token_ids) for c in cutters)), [], self.tokenizer)
 
-    def _next_piece(self, index: int, now: TrajectoryRecord, cutter: TextCutter) -> Piece | None:
+    async def _finished(self, trajectory_ids: list[str]) -> dict[str, TrajectoryRecord]:
+        records = await self.gateway.store.trajectories(self.record.run, trajectory_ids, with_tokens=True)
+        return {r.trajectory_id: r for r in records if r.state.is_final}
+
+    def _next_piece(
+        self, index: int, trajectory_id: str, finished: TrajectoryRecord | None, cutter: TextCutter
+    ) -> Piece | None:
         """What this choice has beyond what was sent; None when that is nothing."""
         num_sent = len(cutter.token_ids)
-        if now.state.is_final:
-            whole = self._whole_piece(index, now)
+        if finished is not None:
+            whole = self._whole_piece(index, finished)
             token_ids, logprobs, finish_reason = (
                 whole.token_ids[num_sent:],
                 whole.logprobs[num_sent:],
                 whole.finish_reason,
             )
         else:
-            token_ids, logprobs = self.gateway.progress.after(now.trajectory_id, num_sent)
+            token_ids, logprobs = self.gateway.progress.after(trajectory_id, num_sent)
             finish_reason = None
         if not token_ids and finish_reason is None:
             return None
         offset = cutter.num_characters
         return Piece(
             index=index,
-            trajectory_id=now.trajectory_id,
+            trajectory_id=trajectory_id,
             token_ids=token_ids,
             logprobs=logprobs,
             text=cutter.add(token_ids, last=finish_reason is not None),
             text_offset=offset,
             finish_reason=finish_reason,
-            prompt_token_ids=self.record.items[now.number].token_ids if num_sent == 0 else None,
+            prompt_token_ids=self._prompt_of(index) if num_sent == 0 else None,
         )
 
     def _whole_piece(self, index: int, record: TrajectoryRecord) -> Piece:
@@ -141,8 +148,11 @@ class Generation:
             logprobs=t.logprobs,
             text=self.tokenizer.decode(token_ids) or "",
             finish_reason=t.finish_reason.value,
-            prompt_token_ids=self.record.items[record.number].token_ids,
+            prompt_token_ids=self._prompt_of(index),
         )
+
+    def _prompt_of(self, index: int) -> Sequence[int]:
+        return self.record.items[self.record.trajectories[index].number].token_ids
 
     def _envelope(self, num_sampled: int | None = None) -> dict[str, Any]:
         """Args: num_sampled: tokens to report as usage, if it is to be reported."""

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.config import strict
 
 
 @strict
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DispatcherConfig:
+    max_inflight_samples: int = 256
+    """Of one replica; a larger group goes to an idle one."""
+    stream_idle_s: float = 60.0
+    """Longest silence of a Generate stream before it counts as broken."""
+    max_group_failures: int = 5
+    """Faults of one group before the run is paused with reason infra_error."""
+
+    def __post_init__(self) -> None:
+        if self.max_inflight_samples < 1 or self.max_group_failures < 1 or not self.stream_idle_s > 0:
+            raise ValueError(f"every value must be above 0, got {self}")
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayConfig:
     host: str = "127.0.0.1"
-    """Of the HTTP API, gRPC health and /metrics. Anything but loopback needs a key."""
+    """Of the HTTP API and of gRPC health. Anything but loopback needs a key."""
     port: int = 8000
-    """HTTP. 0 picks one; the log line `ready` says which."""
+    """HTTP. 0 picks a free one; the log line `ready` says which."""
     health_port: int = 0
-    """gRPC health."""
+    """gRPC health; 0 picks a free one."""
+    metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
-    """Prometheus /metrics."""
+    """Of /metrics; 0 picks a free one."""
     valkey: str = "redis://127.0.0.1:6379/0"
     """redis:// or rediss://"""
-    weight_sync: str = "127.0.0.1:7001"
+    weight_sync: str = "127.0.0.1:7301"
     """host:port"""
     keys: tuple[str, ...] = ()
     """API keys as `name:sha256-hex:scope,scope`; make one with `python -m services.gateway.auth NAME SCOPE ...`"""
@@ -44,8 +60,11 @@ class GatewayConfig:
     """Deadline of a call to weight_sync."""
     tokenizer_timeout_s: float = 120.0
     """Deadline of loading a run's tokenizer."""
-    drain_s: float = 5.0
+    drain_s: int = 5
     """From SIGTERM until open requests are cut."""
+    valkey_retries: int = 6
+    """Of a request's command while Valkey does not answer, some two seconds; then the request gets 503."""
+    dispatcher: DispatcherConfig = field(default_factory=DispatcherConfig)
     log_level: str = "info"
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Tokens of evaluation samples while they are being sampled, for streamed completions.
 
-The dispatcher adds and forgets, streams read from the position they have sent up to. What is lost here (a restart) is sampled
-again to the same tokens, so that a position always means the same token.
+The dispatcher shows every chunk, streams read from the position they have sent up to. What is lost here (a restart, an
+eviction) arrives with the finished record, and a position always means the same token.
 
->>> progress.add("demo.e0.0.0", 0, [5, 7], np.float32([-0.1, -0.2]))
+>>> progress.observe(pb.GenerateChunk(trajectory_id="demo.e0.0.0", token_ids=int32_bytes([5, 7]), ...))
 >>> progress.after("demo.e0.0.0", 1)
 ([7], array([-0.2], dtype=float32))
 """
@@ -11,46 +11,46 @@ again to the same tokens, so that a position always means the same token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import OrderedDict
 
 import numpy as np
 
+from shared.wire.pb import rollout_pb2 as pb
+from shared.wire.types import float32_array, int32_array
+
 
 class Progress:
-    def __init__(self) -> None:
+    """Args: max_samples: unfinished samples kept; the one that began first goes first."""
+
+    def __init__(self, max_samples: int = 4096) -> None:
         self.generation = 0
-        self._tokens: dict[str, list[int]] = {}
-        self._logprobs: dict[str, list[float]] = {}
+        self._max_samples = max_samples
+        self._samples: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        """Token ids int32 [S] and logprobs float32 [S] by trajectory id."""
         self._changed = asyncio.Event()
 
-    def add(self, trajectory_id: str, start: int, token_ids: Sequence[int], logprobs: np.ndarray) -> None:
-        """Args:
-        start: index, among the sampled tokens, of the first one given; what was there from `start` on is replaced.
-        logprobs: float32, one per token.
-        """
-        tokens, values = self._tokens.setdefault(trajectory_id, []), self._logprobs.setdefault(trajectory_id, [])
-        assert start <= len(tokens), f"{trajectory_id}: tokens from {start} on, but only {len(tokens)} are known"
-        tokens[start:] = [int(t) for t in token_ids]
-        values[start:] = [float(v) for v in logprobs]
-        self._wake()
-
-    def forget(self, trajectory_id: str) -> None:
-        """The sample is stored or dropped."""
-        self._tokens.pop(trajectory_id, None)
-        self._logprobs.pop(trajectory_id, None)
-        self._wake()
+    def observe(self, chunk: pb.GenerateChunk) -> None:
+        """Takes the tokens of a chunk; a finished sample is forgotten, since the store has it next."""
+        token_ids, logprobs = self._samples.get(chunk.trajectory_id, (int32_array(b""), float32_array(b"")))
+        if chunk.finish_reason:
+            self._samples.pop(chunk.trajectory_id, None)
+        elif chunk.start <= len(token_ids):
+            self._samples[chunk.trajectory_id] = (
+                np.concatenate([token_ids[: chunk.start], int32_array(chunk.token_ids)]),
+                np.concatenate([logprobs[: chunk.start], float32_array(chunk.logprobs)]),
+            )
+            if len(self._samples) > self._max_samples:
+                self._samples.popitem(last=False)
+        self.generation += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def after(self, trajectory_id: str, start: int) -> tuple[list[int], np.ndarray]:
         """Tokens from index `start` on and their logprobs, none where nothing is known."""
-        values = self._logprobs.get(trajectory_id, [])[start:]
-        return self._tokens.get(trajectory_id, [])[start:], np.asarray(values, dtype=np.float32)
+        token_ids, logprobs = self._samples.get(trajectory_id, (int32_array(b""), float32_array(b"")))
+        return token_ids[start:].tolist(), logprobs[start:]
 
     async def wait_beyond(self, generation: int) -> None:
         """Returns when something changed after `generation` was read."""
         while self.generation <= generation:
             await self._changed.wait()
-
-    def _wake(self) -> None:
-        self.generation += 1
-        self._changed.set()
-        self._changed = asyncio.Event()

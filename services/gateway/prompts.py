@@ -161,8 +161,10 @@ def _field(code: str, pointer: str, detail: str) -> Problem:
 def _refused(
     index: int, item: schemas.PromptItem | schemas.Refused, problem: Problem, document: Document
 ) -> answers.PromptResult:
-    named = {} if isinstance(item, schemas.Refused) else {"number": item.number, "prompt_id": item.prompt_id}
-    return answers.PromptResult(index=index, status=problem.status, problem=document(problem), **named)
+    number, prompt_id = (None, None) if isinstance(item, schemas.Refused) else (item.number, item.prompt_id)
+    return answers.PromptResult(
+        index=index, status=problem.status, number=number, prompt_id=prompt_id, problem=document(problem)
+    )
 
 
 def _result(index: int, result: AcceptResult, closed: Problem | None, document: Document) -> answers.PromptResult:
