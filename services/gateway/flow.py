@@ -1,0 +1,30 @@
+"""The run's counts as metrics. Valkey holds the truth; a counter is moved by what it lacks to it."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+from shared.metrics import names
+from shared.metrics.server import metric
+from shared.wire.records import Counts
+from shared.wire.types import State
+
+
+class FlowMetrics:
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, ...], int] = {}
+
+    def update(self, run: str, counts: Counts) -> None:
+        for state in State:
+            metric(names.TRAJECTORIES).labels(run=run, state=state.value).set(counts.by_state.get(state, 0))
+        metric(names.QUEUE_DEPTH).labels(run=run).set(counts.queue_depth)
+        self._count(metric(names.TRAJECTORIES_ACCEPTED).labels(run=run), ("accepted", run), counts.accepted)
+        self._count(metric(names.REWARD_LATE).labels(run=run), ("late", run), counts.rewards_late)
+        for reason, dropped in counts.dropped.items():
+            counter = metric(names.TRAJECTORIES_DROPPED).labels(run=run, reason=reason)
+            self._count(counter, ("dropped", run, reason), dropped)
+
+    def _count(self, counter: Counter, name: tuple[str, ...], total: int) -> None:
+        # After a power cut of Valkey, or a late checkpoint, a total may be lower than before; a counter can't be.
+        counter.inc(max(0, total - self._seen.get(name, 0)))
+        self._seen[name] = max(total, self._seen.get(name, 0))

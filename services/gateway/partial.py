@@ -1,0 +1,140 @@
+"""A sample while it is generated: chunks in, one trajectory out. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from shared.wire.lifecycle import PendingGroup
+from shared.wire.pb import rollout_pb2 as pb
+from shared.wire.pb import weight_sync_pb2 as ws
+from shared.wire.prompts import PromptItem
+from shared.wire.types import (
+    FinishReason,
+    Kv,
+    Span,
+    SpanKind,
+    Trajectory,
+    float32_array,
+    int32_array,
+)
+
+
+class ProtocolViolation(Exception):
+    """A replica sent what no replica may send; nothing of the chunk was taken."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PartialSample:
+    """Tokens received so far, from one or several replicas in turn. S counts sampled tokens."""
+
+    trajectory_id: str
+    sample_index: int
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """float32, one array per chunk; together [S]."""
+    top1: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """Of the sampled tokens, counted from the first of them; neighbours of one version are one span."""
+    replicas: list[str] = field(default_factory=list)
+    fingerprint: str = ""
+    finish_reason: FinishReason | None = None
+
+    def add(self, chunk: pb.GenerateChunk, *, version: ws.Version, replica: str) -> None:
+        """Appends a chunk. Raises ProtocolViolation with what is wrong with it."""
+        token_ids = int32_array(chunk.token_ids).tolist()
+        logprobs = float32_array(chunk.logprobs)
+        top1 = int32_array(chunk.top1).tolist()
+        self._check(chunk, token_ids, logprobs, top1, version)
+        start = len(self.token_ids)
+        if token_ids:
+            self.token_ids += token_ids
+            self.logprobs.append(logprobs)
+            self.top1 += top1
+            self._stamp(Span(
+                start=start, end=start + len(token_ids), kind=SpanKind.SAMPLED, lineage=chunk.lineage,
+                policy_step=chunk.policy_step, manifest_digest=chunk.manifest_digest, kv=Kv(chunk.kv),
+            ))  # fmt: skip
+            self.fingerprint = chunk.fingerprint
+            if replica not in self.replicas:
+                self.replicas.append(replica)
+        if chunk.finish_reason:
+            self.finish_reason = FinishReason(chunk.finish_reason)
+
+    def _check(
+        self, chunk: pb.GenerateChunk, token_ids: list[int], logprobs: np.ndarray, top1: list[int], version: ws.Version
+    ) -> None:
+        problem = ""
+        got = ws.Version(lineage=chunk.lineage, step=chunk.policy_step, digest=chunk.manifest_digest)
+        total = len(self.token_ids) + len(token_ids)
+        if self.finish_reason is not None:
+            problem = "a chunk behind the end"
+        elif chunk.start != len(self.token_ids):
+            problem = f"tokens start at {chunk.start}, expected {len(self.token_ids)}"
+        elif got != version:
+            problem = f"tokens of version {_name(got)}, asked for {_name(version)}"
+        elif not len(token_ids) == len(logprobs) == len(top1):
+            problem = f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(top1)} top-1 ids"
+        elif not np.isfinite(logprobs).all():
+            problem = "a logprob that is not finite"
+        elif total > self.max_tokens:
+            problem = f"{total} tokens, at most {self.max_tokens} were asked for"
+        elif self.fingerprint and token_ids and chunk.fingerprint != self.fingerprint:
+            problem = f"numerics {chunk.fingerprint!r} behind tokens of {self.fingerprint!r}"
+        elif token_ids and chunk.kv not in set(Kv):
+            problem = f"kv is {chunk.kv!r}"
+        elif not token_ids and not chunk.finish_reason:
+            problem = "an empty chunk"
+        elif chunk.finish_reason not in ("", FinishReason.STOP, FinishReason.LENGTH):
+            problem = f"ended with {chunk.finish_reason!r}"
+        elif chunk.finish_reason and not total:
+            problem = "ended without a token"
+        if problem:
+            raise ProtocolViolation(f"trajectory {self.trajectory_id}: {problem}")
+
+    def _stamp(self, span: Span) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and replace(span, start=last.start) == replace(last, end=span.end):
+            self.spans[-1] = replace(last, end=span.end)
+        else:
+            self.spans.append(span)
+
+    def restart(self) -> None:
+        """Forgets every token: who sampled them is not trusted any more."""
+        assert self.finish_reason is None
+        self.token_ids, self.logprobs, self.top1, self.spans, self.replicas = [], [], [], [], []
+        self.fingerprint = ""
+
+    def trajectory(self, group: PendingGroup, *, run: str, seed: int) -> Trajectory:
+        """The finished record: the prompt is the first span, every sampled token is trainable."""
+        assert self.finish_reason is not None
+        prompt = group.prompt
+        num_prompt = len(prompt.token_ids)
+        spans = [Span(start=0, end=num_prompt, kind=SpanKind.PROMPT)]
+        spans += [replace(s, start=s.start + num_prompt, end=s.end + num_prompt) for s in self.spans]
+        mask = np.zeros(num_prompt + len(self.token_ids), dtype=np.uint8)
+        mask[num_prompt:] = 1
+        named = prompt.prompt_id if isinstance(prompt, PromptItem) else ""
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            group_id=group.group_id,
+            prompt_id=named or group.group_id,
+            sample_index=self.sample_index,
+            run=run,
+            seed=seed,
+            sampling=prompt.sampling,
+            token_ids=np.array([*prompt.token_ids, *self.token_ids], dtype=np.int32),
+            logprobs=np.concatenate(self.logprobs),
+            top1=np.array(self.top1, dtype=np.int32),
+            loss_mask=mask,
+            spans=tuple(spans),
+            finish_reason=self.finish_reason,
+            fingerprint=self.fingerprint,
+            replicas=tuple(self.replicas),
+        )
+
+
+def _name(version: ws.Version) -> str:
+    return f"{version.lineage}/{version.step}/{version.digest[:12]}"

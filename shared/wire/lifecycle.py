@@ -1,0 +1,191 @@
+"""What the gateway's dispatcher does to trajectories: generation, groups into the training queue, reward deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shared.wire import stored
+from shared.wire.codec import encode_group, encode_trajectory
+from shared.wire.prompts import EXACT_MATCH, EvalItem, PromptItem, decode_eval_item, decode_prompt
+from shared.wire.reader import RunReader
+from shared.wire.records import EvalRecord, TrajectoryRecord
+from shared.wire.run import RunState
+from shared.wire.types import DropReason, Group, State, Trajectory
+from shared.wire.valkey import key, trajectory_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingGroup:
+    """One prompt or evaluation item of which some samples are still to be generated."""
+
+    group_id: str
+    number: int
+    """Prompt number; of an evaluation the item's place."""
+    prompt: PromptItem | EvalItem
+    samples: tuple[int, ...]
+    """Sample indices still to be generated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far a run is generated."""
+
+    first_open: int
+    """Smallest prompt number that is not entirely generated; one that was not posted yet is not generated."""
+    evals: tuple[EvalRecord, ...]
+    """Unfinished evaluations, oldest first, without items and samples."""
+
+
+class Closed(StrEnum):
+    """What became of closing a group."""
+
+    QUEUED = "queued"
+    DUPLICATE = "duplicate"
+    NOT_READY = "not_ready"
+    """A member is not REWARDED."""
+    FULL = "full"
+    """Try again when a checkpoint is durable."""
+    CHANGED = "changed"
+    """A reward was replaced meanwhile: try again."""
+
+
+class Lifecycle:
+    """Every method is idempotent: a repeat after a lost reply changes nothing."""
+
+    def __init__(self, store: RunReader) -> None:
+        self._store = store
+        self._client = store.client
+
+    async def horizon(self, run: str) -> Horizon:
+        todo, next_number, groups = await self._store.pipelined([
+            ("ZRANGE", key(run, "todo"), 0, 0),
+            ("HGET", key(run, "run"), "next_number"),
+            ("ZRANGE", key(run, "eval_todo"), 0, -1),
+        ])  # fmt: skip
+        eval_ids = sorted({int(g[1:].partition(b".")[0]) for g in groups})
+        hashes = await self._store.pipelined([("HGETALL", key(run, f"eval:{i}")) for i in eval_ids])
+        evals = tuple(replace(stored.eval_record(run, i, h), items=()) for i, h in zip(eval_ids, hashes, strict=True))
+        return Horizon(first_open=min([int(next_number), *map(int, todo)]), evals=evals)
+
+    async def pending_prompts(self, run: str, *, first: int, end: int) -> list[PendingGroup]:
+        """Prompts numbered first <= number < end with something to generate, in number order."""
+        names = await self._client.zrangebyscore(key(run, "todo"), first, f"({end}")
+        records = await self._client.hmget(key(run, "prompts"), names) if names else []
+        prompts = [decode_prompt(record) for record in records if record is not None]
+        return await self._pending(run, [(f"{run}.{p.number}", p.number, p) for p in prompts])
+
+    async def pending_items(self, run: str, eval_id: int) -> list[PendingGroup]:
+        """Items of one evaluation with something to generate, in item order."""
+        names = await self._client.zrangebyscore(key(run, "eval_todo"), eval_id, eval_id)
+        items = sorted(int(name.decode().partition(".")[2]) for name in names)
+        records = await self._store.pipelined([("HGET", key(run, f"eval:{eval_id}"), f"item:{i}") for i in items])
+        return await self._pending(
+            run, [(f"{run}.e{eval_id}.{i}", i, decode_eval_item(r)) for i, r in zip(items, records, strict=True)]
+        )
+
+    async def _pending(self, run: str, groups: Sequence[tuple[str, int, PromptItem | EvalItem]]) -> list[PendingGroup]:
+        ids = [(g, s) for g, _, prompt in groups for s in range(prompt.n)]
+        states = await self._store.pipelined([("HGET", trajectory_key(run, f"{g}.{s}"), "state") for g, s in ids])
+        todo: dict[str, list[int]] = {}
+        for (group_id, sample), state in zip(ids, states, strict=True):
+            if stored.text(state) in (State.ACCEPTED, State.GENERATING):
+                todo.setdefault(group_id, []).append(sample)
+        return [
+            PendingGroup(group_id=g, number=number, prompt=prompt, samples=tuple(todo[g]))
+            for g, number, prompt in groups
+            if g in todo
+        ]
+
+    # generation
+
+    async def start_generating(self, run: str, trajectory_ids: Sequence[str]) -> set[str]:
+        """Returns those that are GENERATING now; the others were dropped or generated meanwhile."""
+        started = await self._store.call("generating", run, time.time(), *trajectory_ids)
+        return {i.decode() for i in started}
+
+    async def reset_generating(self, run: str) -> int:
+        """After a restart of the dispatcher: GENERATING goes back to ACCEPTED. Returns how many did."""
+        todo, evals = await self._store.pipelined(
+            [("ZRANGE", key(run, "todo"), 0, -1), ("ZRANGE", key(run, "eval_todo"), 0, -1)]
+        )
+        groups = [f"{run}.{name.decode()}" for name in (*todo, *evals)]
+        return await self._store.call("ungenerate", run, time.time(), *groups) if groups else 0
+
+    async def store_generated(self, run: str, trajectory: Trajectory, *, reward: float | None = None) -> State | None:
+        """Keeps a finished sample and joins rewards that came before it. Returns its state; None: it does not exist.
+
+        Args:
+            reward: the gateway's own grade (exact match), if the prompt asks for one.
+        """
+        grade = ("", "") if reward is None else (EXACT_MATCH, stored.reward_json(reward, 0))
+        record = encode_trajectory(trajectory)
+        state = (
+            await self._store.call("generated", run, time.time(), trajectory.trajectory_id, record, *grade)
+        ).decode()
+        return None if state == "unknown" else State(state)
+
+    async def drop_items(self, run: str, groups: Sequence[str], reason: DropReason) -> int:
+        """Drops what is unfinished of evaluation items. Returns how many samples."""
+        return await self._store.call("drop_items", run, time.time(), reason.value, *groups) if groups else 0
+
+    async def drop_eval(self, run: str, eval_id: int, reason: DropReason) -> int:
+        """Drops what is unfinished of an evaluation. Returns how many samples."""
+        names = await self._client.zrangebyscore(key(run, "eval_todo"), eval_id, eval_id)
+        return await self.drop_items(run, [f"{run}.{name.decode()}" for name in names], reason)
+
+    async def pause(self, run: str, *, reason: str, detail: str) -> bool:
+        """Pauses the run if it is running. Returns whether it was."""
+        answer = await self._store.call(
+            "set_run_state", run, time.time(), RunState.PAUSED.value, reason, detail, "", RunState.RUNNING.value
+        )
+        return answer == b"ok"
+
+    # rewards and the queue
+
+    async def closable(self, run: str) -> list[int]:
+        """Numbers of the groups whose samples are all REWARDED and that are not queued yet, ascending."""
+        return [int(n) for n in await self._client.zrange(key(run, "closable"), 0, -1)]
+
+    async def close_group(self, run: str, number: int) -> tuple[Closed, Group | None]:
+        """Puts a complete group into the training queue: states become QUEUED, rewards are sealed."""
+        data = await self._client.hget(key(run, "prompts"), str(number))
+        if data is None:
+            return Closed.NOT_READY, None
+        group_id = f"{run}.{number}"
+        ids = [f"{group_id}.{i}" for i in range(decode_prompt(data).n)]
+        # Revisions are read first: a reward that comes in between makes the script answer `changed`.
+        revisions = await self._store.pipelined(
+            [("HGET", trajectory_key(run, i), "rewards_revision") for i in ids]
+        )  # fmt: skip
+        records = await self._store.trajectories(run, ids, with_tokens=True)
+        if any(record.state is not State.REWARDED for record in records):
+            return Closed.NOT_READY, None
+        group = Group(
+            run=run,
+            group_id=group_id,
+            prompt_number=number,
+            trajectories=tuple(_rewarded(record) for record in records),
+        )
+        answer = await self._store.call("enqueue", run, time.time(), number, encode_group(group), *revisions)
+        return Closed(answer.decode()), group
+
+    async def first_deadline(self, run: str) -> tuple[float, str] | None:
+        """(unix time, trajectory id) of the earliest missing reward."""
+        found = await self._client.zrange(key(run, "deadlines"), 0, 0, withscores=True)
+        return (found[0][1], found[0][0].decode()) if found else None
+
+    async def num_overdue(self, run: str, now: float) -> int:
+        return await self._client.zcount(key(run, "deadlines"), "-inf", now)
+
+
+def _rewarded(record: TrajectoryRecord) -> Trajectory:
+    assert record.trajectory is not None
+    return replace(
+        record.trajectory,
+        reward=record.reward,
+        rewards={source: record.rewards[source].value for source in record.sources},
+        timestamps=dict(record.timestamps),
+    )

@@ -1,0 +1,35 @@
+-- ARGV: now, number, prompt_id, fingerprint, prompt record, n, sources JSON, deadline_s
+local now, number, prompt_id, fingerprint, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[6])
+local run = redis.call('HMGET', R .. ':run', 'state', 'prompts_per_step', 'num_steps', 'durable_step',
+  'queue_bound_batches', 'next_number')
+if not run[1] then return {'unknown_run'} end
+local known = redis.call('HGET', R .. ':fingerprints', number)
+if known then return {known == fingerprint and 'duplicate' or 'conflict', number} end
+local taken = redis.call('HGET', R .. ':prompt_ids', prompt_id)
+if taken then return {'conflict', taken} end
+if is_over(run[1]) then return {'run_over', run[1]} end
+local size = tonumber(run[2])
+if tonumber(number) >= run[3] * size then return {'out_of_range', run[3] * size} end
+local gate = (run[4] + run[5]) * size
+if tonumber(number) >= gate then return {'gate_closed', gate} end
+
+redis.call('HSET', R .. ':prompts', number, ARGV[5])
+redis.call('HSET', R .. ':fingerprints', number, fingerprint)
+redis.call('HSET', R .. ':prompt_ids', prompt_id, number)
+redis.call('ZADD', R .. ':todo', number, number)
+local group = RUN .. '.' .. number
+local first = redis.call('HINCRBY', R .. ':counts', 'accepted', n) - n
+redis.call('HINCRBY', R .. ':counts', 'state:accepted', n)
+for i = 0, n - 1 do
+  local id = group .. '.' .. i
+  redis.call('HSET', R .. ':t:' .. id, 'state', 'accepted', 'group', group, 'number', number, 'sample', i, 'n', n,
+    'prompt_id', prompt_id, 'sources', ARGV[7], 'deadline_s', ARGV[8], 'at:accepted', now)
+  redis.call('ZADD', R .. ':trajectories', first + i, id)
+  event('trajectory.accepted', id, group, '')
+end
+local next_number = tonumber(run[6])
+while redis.call('HEXISTS', R .. ':fingerprints', string.format('%d', next_number)) == 1 do
+  next_number = next_number + 1
+end
+redis.call('HSET', R .. ':run', 'next_number', next_number)
+return {'accepted', number}

@@ -1,0 +1,8 @@
+-- ARGV: now, trajectory ids. Returns the ids that are now GENERATING.
+local started = {}
+for i = 2, #ARGV do
+  local state = state_of(ARGV[i])
+  if state == 'accepted' then move(ARGV[i], 'generating', ARGV[1]) end
+  if state == 'accepted' or state == 'generating' then started[#started + 1] = ARGV[i] end
+end
+return started
