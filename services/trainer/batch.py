@@ -110,27 +110,27 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
     """Validate and pack one leased batch.
 
     Args:
-        groups: complete groups of batch `step`, in any order.
+        groups: complete groups of batch `step`, in any order; none when an operator dropped them all, which makes a batch
+            that changes nothing.
         config: of the run.
         step: that consumes them.
         vocab_size: ids must lie below it.
 
     Raises:
-        BatchError: the batch is empty, or a group does not belong here or contradicts itself.
+        BatchError: a group does not belong here or contradicts itself.
     """
     groups = tuple(sorted(groups, key=lambda g: g.prompt_number))
-    if not groups:
-        raise BatchError(f"batch {step} has no groups; resume the run once its prompts are generated")
     members = [sorted(g.trajectories, key=lambda t: t.sample_index) for g in groups]
     for group, trajectories in zip(groups, members, strict=True):
         _check_group(group, trajectories, config, step, vocab_size)
     trajectories = [t for ts in members for t in ts]
     masks = [_trainable(t) for t in trajectories]
-    num_tokens_N = torch.tensor([int(m.sum()) for m in masks])
+    num_tokens_N = torch.tensor([int(m.sum()) for m in masks], dtype=torch.int64)
     versions = sorted({_version(s) for t in trajectories for s in t.spans if _is_reproducible(s)})
     group_sizes = [len(ts) for ts in members]
-    first_sequence = np.concatenate(([0], np.cumsum(group_sizes)))
-    first_token = np.concatenate(([0], np.cumsum(num_tokens_N.numpy())))[first_sequence]
+    first_sequence = np.cumsum([0, *group_sizes])
+    first_token = np.cumsum([0, *num_tokens_N.tolist()])[first_sequence]
+    num_mini_steps = max(1, min(config.algorithm.mini_steps, len(groups)))
     return Batch(
         step=step,
         groups=groups,
@@ -140,10 +140,11 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
                 tokens=slice(int(first_token[part[0]]), int(first_token[part[-1] + 1])),
                 sequences=slice(int(first_sequence[part[0]]), int(first_sequence[part[-1] + 1])),
             )
-            for part in np.array_split(np.arange(len(groups)), min(config.algorithm.mini_steps, len(groups)))
+            for part in np.array_split(np.arange(len(groups)), num_mini_steps)
+            if len(part)
         ),
         reward_N=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        group_N=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(group_sizes)),
+        group_N=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(group_sizes, dtype=torch.int64)),
         num_tokens_N=num_tokens_N,
         sequence_T=torch.repeat_interleave(torch.arange(len(trajectories)), num_tokens_N),
         rollout_T=_flat([t.logprobs for t in trajectories], masks, np.float32),
@@ -249,7 +250,8 @@ def _version_index(trajectory: Trajectory, versions: Sequence[PolicyVersion]) ->
 
 
 def _flat(values: Sequence[np.ndarray], masks: Sequence[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate([v[m] for v, m in zip(values, masks, strict=True)]).astype(dtype))
+    kept = [v[m].astype(dtype) for v, m in zip(values, masks, strict=True)]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *kept]))
 
 
 def _check_group(

@@ -109,7 +109,8 @@ class Learner:
             accepted_N=acceptance.accepted_N,
         ).float()
         trained = TokenScores.blank(batch.num_tokens)
-        norms, num_taken, lr = [], 0, 0.0
+        norms: list[float] = []
+        num_taken, lr = 0, 0.0
         num_mini_steps = self.config.algorithm.mini_steps
         for index, mini_step in enumerate(batch.mini_steps):
             part = self._accumulate(batch, mini_step, scores.proximal_T, acceptance, advantage_N)
@@ -127,7 +128,7 @@ class Learner:
             )
             norms.append(norm)
             num_taken += is_taken
-        update = {"grad_norm": max(norms), "lr": lr, "optimizer_steps": num_taken}
+        update = {"grad_norm": max(norms, default=0.0), "lr": lr, "optimizer_steps": num_taken}
         return self._report(batch, scores, trained, acceptance, advantage_N, update)
 
     def _accumulate(
@@ -202,8 +203,8 @@ class Learner:
         metrics: dict[str, Any] = {
             **update,
             "loss": float(loss.loss),
-            "reward_mean": float(batch.reward_N.mean()),
-            "reward_std": float(batch.reward_N.std(correction=0)),
+            "reward_mean": _mean(batch.reward_N),
+            "reward_std": float(batch.reward_N.std(correction=0)) if batch.num_sequences else 0.0,
             "entropy": _mean(trained.entropy_T),
             "groups": len(batch.groups),
             "trajectories": batch.num_sequences,

@@ -25,6 +25,7 @@ from shared.wire import weights
 from shared.wire.codec import decode_group, encode_group
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.queue import Fenced, RunOver, TrainQueue
+from shared.wire.records import IllegalTransition
 from shared.wire.run import RunConfig, RunState
 from shared.wire.tensors import RawTensor
 from shared.wire.types import Group
@@ -92,7 +93,7 @@ class Link:
         def ask() -> int:
             try:
                 return self._queue.take_over(run, next_step=next_step)
-            except ValueError as error:
+            except IllegalTransition as error:
                 raise Refused(
                     f"the newest checkpoint of run {run} under {self._config.run_dir} stands before step {next_step}, but more "
                     f"was durable: {error}. Give the run_dir that holds its checkpoints"

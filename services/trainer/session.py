@@ -165,6 +165,7 @@ class Session:
             self._link.retain(self.config.run, max(0, self.step - self.config.lag))
         report.export_checkpoint(self.config.run, self.step)
         self._board.set(checkpoint_step=self.step)
+        log.info("checkpoint durable", run=self.config.run, step=self.step)
 
     def complete(self) -> None:
         """All steps are trained, durable and published."""

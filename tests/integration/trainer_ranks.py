@@ -1,0 +1,68 @@
+"""Run by torchrun: trains a few steps and leaves behind what one rank must agree with.
+
+torchrun --standalone --nproc-per-node 2 -m tests.integration.trainer_ranks CONFIG.json BATCHES OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer import checkpoint
+from services.trainer.batch import build_batch
+from services.trainer.distributed import join, leave
+from services.trainer.learner import Learner
+from services.trainer.link import Refused
+from shared.config import structure
+from shared.wire.archive import read_step
+from shared.wire.run import RunConfig
+from tests.integration.trainer_testing import VOCAB, build_learner, publish
+
+
+def train(learner: Learner, archive: str, out: Path) -> None:
+    """Two steps on archived batches; scores, metrics and the checkpoint go to `out`."""
+    for step in range(2):
+        batch = build_batch(read_step(archive, step), learner.config, step=step, vocab_size=VOCAB)
+        scores = learner.score(batch)
+        result = learner.train(batch, scores)
+        publish(learner, step + 1)
+        if learner.world.is_leader:
+            sampled = scores.sampled.logprob_T if scores.sampled else torch.zeros(0)
+            torch.save(
+                {
+                    "sampled": sampled.view(torch.int32),
+                    "exact": result.mismatch.is_exact,
+                    "compared": result.mismatch.compared_tokens,
+                    "loss": result.metrics["loss"],
+                    "grad_norm": result.metrics["grad_norm"],
+                },
+                out / f"step-{step}.pt",
+            )
+    checkpoint.save(out / "checkpoints", learner, keep=1)
+
+
+def main() -> None:
+    config_path, archive, out = sys.argv[1:]
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    world = join("cpu", timeout_s=60)
+    learner = build_learner(structure(RunConfig, json.loads(Path(config_path).read_text())), world)
+    train(learner, archive, Path(out))
+    # What rank 0 learns, all ranks do: values and errors alike.
+    assert world.from_leader(lambda: {"n": [1, b"x", None]}) == {"n": [1, b"x", None]}
+
+    def refuse() -> None:
+        raise Refused("no")
+
+    with pytest.raises(Refused, match="no"):
+        world.from_leader(refuse)
+    (Path(out) / f"rank-{world.rank}").touch()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
