@@ -17,6 +17,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -40,11 +41,17 @@ def strict(cls: type[T]) -> type[T]:
     return cls
 
 
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Building one takes milliseconds; the gateway reads a run's configuration with every request."""
+    return TypeAdapter(cls)
+
+
 def structure(cls: type[T], values: Mapping[str, Any]) -> T:
     """Builds `cls` from plain values. Raises ConfigError naming every bad field."""
     _refuse_unknown(cls, values, prefix="")
     try:
-        return TypeAdapter(cls).validate_python(dict(values))
+        return _adapter(cls).validate_python(dict(values))
     except ValidationError as error:
         # Without the cause: its text repeats the values, credentials among them.
         raise ConfigError("; ".join(_line(cls, e) for e in error.errors())) from None
@@ -52,7 +59,7 @@ def structure(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def unstructure(config: Any) -> dict[str, Any]:
     """The inverse of `structure`, JSON-ready."""
-    return TypeAdapter(type(config)).dump_python(config, mode="json")
+    return _adapter(type(config)).dump_python(config, mode="json")
 
 
 def load(
