@@ -18,7 +18,6 @@ from services.rollout.kv_cache import PagePool
 from services.rollout.runner import ModelRunner
 from services.rollout.samples import Full, InvalidRequest, OtherVersion, Sample, SampleChunk, SampleFailed, Scoring
 from services.rollout.scheduler import Scheduler
-from services.rollout.sequence import SequenceState
 from services.rollout.weights import ServedModel, held_digest
 from shared.wire.types import FinishReason, float32_bytes, int32_array
 
@@ -112,8 +111,8 @@ class Engine:
             self._enqueue(scoring)
 
     def abort(self, seqs: Iterable[Sample | Scoring]) -> int:
-        """Ends what is not finished; samples stream what they have. Returns how many."""
-        open_seqs = [s for s in seqs if s.state is not SequenceState.FINISHED]
+        """Ends what is open; samples stream what they have. Returns how many."""
+        open_seqs = [s for s in seqs if s.state.is_open]
         for seq in open_seqs:
             if isinstance(seq, Sample):
                 self._end(seq, FinishReason.ABORTED)

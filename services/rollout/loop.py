@@ -23,7 +23,7 @@ import torch
 
 from services.rollout.engine import CommitResult, Engine, Outputs
 from services.rollout.meters import Meters
-from services.rollout.samples import Refused, ShuttingDown
+from services.rollout.samples import GivenUp, Refused, ShuttingDown
 from services.rollout.weights import ServedModel
 
 T = TypeVar("T")
@@ -92,12 +92,11 @@ class EngineLoop:
         return future
 
     def commit(self, model: ServedModel, *, is_drain: bool) -> Future[CommitResult]:
-        """Swaps between two steps, or once nothing is open. Cancelling the future gives up a drain that still waits."""
+        """Swaps between two steps, or once nothing is open; a caller that no longer waits cancels the future."""
         done: Future[CommitResult] = Future()
 
         def begin() -> None:
-            if self._commit is not None:
-                self._commit.done.cancel()
+            self._give_up(GivenUp("another Commit came while the replica drained"))
             self._commit = Commit(model, is_drain, done)
             self.engine.is_draining = is_drain
 
@@ -107,6 +106,10 @@ class EngineLoop:
 
         self.call(begin).add_done_callback(hand_on)
         return done
+
+    def give_up_commit(self, reason: str) -> None:
+        """Takes back a commit that still waits for the replica to drain."""
+        self.call(lambda: self._give_up(GivenUp(reason)))
 
     def run(self) -> None:
         """Steps while there is work.
@@ -137,6 +140,12 @@ class EngineLoop:
         self.engine.is_draining = False
         self._execute(commit.done, lambda: self.engine.swap(commit.model))
 
+    def _give_up(self, reason: Refused) -> None:
+        commit, self._commit = self._commit, None
+        self.engine.is_draining = False
+        if commit is not None and commit.done.set_running_or_notify_cancel():
+            commit.done.set_exception(reason)
+
     def _execute(self, future: Future[T], function: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
@@ -163,7 +172,6 @@ class EngineLoop:
             self._is_stopping = True
         for future, _ in self._commands:
             future.set_exception(ShuttingDown(STOPPED))
-        if self._commit is not None:
-            self._commit.done.cancel()
+        self._give_up(ShuttingDown(STOPPED))
         self._deliver(self.engine.take_outputs())
         self._on_end(fault)

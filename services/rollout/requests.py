@@ -16,16 +16,17 @@ from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.types import Kv, SamplingParams, float32_bytes, int32_array, int32_bytes
 
 
-def sampling_of(message: pb.SamplingParams, *, is_evaluation: bool) -> SamplingParams:
-    """Raises InvalidRequest, naming the field and the value got."""
+def sampling_of(message: pb.GenerateRequest) -> SamplingParams:
+    """Raises InvalidRequest, naming the rule and the value got."""
+    given, is_evaluation = message.sampling, message.evaluation
     params = SamplingParams(
-        temperature=message.temperature,
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
+        temperature=given.temperature,
+        max_tokens=given.max_tokens,
+        stop_token_ids=tuple(given.stop_token_ids),
+        stop=tuple(given.stop),
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
     )
     checks = {
         "temperature must be finite and >= 0": math.isfinite(params.temperature) and params.temperature >= 0,
@@ -45,11 +46,18 @@ def sampling_of(message: pb.SamplingParams, *, is_evaluation: bool) -> SamplingP
 
 
 def samples_of(
-    message: pb.GenerateRequest, model: ServedModel, *, kv_capacity_tokens: int, decode: Decode | None, stream: Any
+    message: pb.GenerateRequest,
+    sampling: SamplingParams,
+    model: ServedModel,
+    *,
+    kv_capacity_tokens: int,
+    decode: Decode | None,
+    stream: Any,
 ) -> list[Sample]:
     """The samples of one Generate call.
 
     Args:
+        sampling: `sampling_of` the message.
         kv_capacity_tokens: tokens of the longest sequence that the cache holds.
         decode: of the run's tokenizer, where the request has stop strings.
 
@@ -63,7 +71,7 @@ def samples_of(
         manifest_digest=message.manifest_digest,
         seed=message.seed,
         prompt_number=message.prompt_number,
-        sampling=sampling_of(message.sampling, is_evaluation=message.evaluation),
+        sampling=sampling,
         stream=stream,
     )
     if not message.samples:

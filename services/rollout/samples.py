@@ -33,6 +33,10 @@ class UnservableRun(Refused):
     """This process may not serve the run: its cache, its kernels or its build don't fit. Another one may."""
 
 
+class GivenUp(Refused):
+    """A version was given up on its way in: AbortWeights, or another Commit, came first."""
+
+
 class ShuttingDown(Refused):
     """The replica ends; what was streamed stays true."""
 

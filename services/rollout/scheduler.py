@@ -31,7 +31,7 @@ class Chunk:
 
 
 class Scheduler:
-    """WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
+    """NEW -> WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
 
     Usage: `schedule`, compute the chunks, `complete` them, append sampled tokens, `finish` what is done; repeat.
     """
@@ -53,7 +53,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Puts a sequence in line. It must fit in an empty cache with every token it may ever have."""
-        assert seq.state is SequenceState.WAITING
+        seq.state = SequenceState.WAITING
         insort(self.waiting, seq, key=_arrival)
 
     def schedule(self) -> list[Chunk]:

@@ -7,11 +7,17 @@ from enum import StrEnum
 
 
 class SequenceState(StrEnum):
+    NEW = "new"
+    """Not in line yet; a refused one never is."""
     WAITING = "waiting"
     """In line for a place; holds no pages."""
     RUNNING = "running"
     """Has a place in the batch and pages for every token it knows."""
     FINISHED = "finished"
+
+    @property
+    def is_open(self) -> bool:
+        return self in (SequenceState.WAITING, SequenceState.RUNNING)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -24,7 +30,7 @@ class Sequence:
     """Prompt and sampled tokens: everything whose keys and values the next step must have."""
     shares_pages: bool = True
     """Whether it may read cached pages and leave its own behind. False where every row is wanted."""
-    state: SequenceState = SequenceState.WAITING
+    state: SequenceState = SequenceState.NEW
     num_computed: int = 0
     """Tokens whose keys and values are in the pages."""
     pages: list[int] = field(default_factory=list)

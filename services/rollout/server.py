@@ -15,9 +15,10 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult, Outputs
 from services.rollout.loop import STOPPED, EngineLoop
 from services.rollout.meters import Meters
-from services.rollout.requests import chunk_message, samples_of, scorings_of, tokenizer_decode
+from services.rollout.requests import chunk_message, samples_of, sampling_of, scorings_of, tokenizer_decode
 from services.rollout.samples import (
     Full,
+    GivenUp,
     InvalidRequest,
     OtherVersion,
     Sample,
@@ -26,7 +27,7 @@ from services.rollout.samples import (
     ShuttingDown,
     UnservableRun,
 )
-from services.rollout.staging import AbortedStaging, Staging
+from services.rollout.staging import Staging
 from services.rollout.stopping import Decode
 from services.rollout.weights import ServedModel
 from shared.wire import rpc
@@ -50,11 +51,11 @@ class EngineEnded(Exception):
 _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (OtherVersion, grpc.StatusCode.FAILED_PRECONDITION),
+    (GivenUp, grpc.StatusCode.ABORTED),
     (UnservableRun, grpc.StatusCode.FAILED_PRECONDITION),
     (Full, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ShuttingDown, grpc.StatusCode.UNAVAILABLE),
     (EngineEnded, grpc.StatusCode.INTERNAL),
-    (AbortedStaging, grpc.StatusCode.ABORTED),
     (DigestMismatch, grpc.StatusCode.DATA_LOSS),
     (UnknownVersion, grpc.StatusCode.NOT_FOUND),
     (WeightSyncError, grpc.StatusCode.UNAVAILABLE),
@@ -255,9 +256,14 @@ class RolloutService(RolloutEngineServicer):
 
     async def _samples(self, request: pb.GenerateRequest, stream: Stream) -> list[Sample]:
         model = self._model
-        decode = await self._decode(model.run.config.model) if request.sampling.stop else None
+        sampling = sampling_of(request)
         return samples_of(
-            request, model, kv_capacity_tokens=self._config.kv_capacity_tokens, decode=decode, stream=stream
+            request,
+            sampling,
+            model,
+            kv_capacity_tokens=self._config.kv_capacity_tokens,
+            decode=await self._decode(model.run.config.model) if sampling.stop else None,
+            stream=stream,
         )
 
     async def _decode(self, model_name: str) -> Decode:

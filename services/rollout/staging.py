@@ -11,14 +11,10 @@ from dataclasses import replace
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult
 from services.rollout.loop import EngineLoop
-from services.rollout.samples import InvalidRequest, OtherVersion, UnservableRun
+from services.rollout.samples import GivenUp, InvalidRequest, OtherVersion, UnservableRun
 from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.weights import fetch
-
-
-class AbortedStaging(Exception):
-    """AbortWeights came while the version was being fetched."""
 
 
 class Staging:
@@ -30,7 +26,6 @@ class Staging:
         self._numerics: tuple[tuple, Numerics] | None = None
         self._coming = ""
         """Digest that is being fetched."""
-        self._committing: Future[CommitResult] | None = None
         self.staged: ServedModel | None = None
 
     @property
@@ -40,7 +35,7 @@ class Staging:
     async def prepare(self, manifest: Manifest, *, timeout_s: float) -> ServedModel:
         """Brings a version into staging; what was staged before is dropped. Returns at once if the replica has its weights.
 
-        Raises: ValueError, UnservableRun, AbortedStaging, and what `fetch` raises.
+        Raises: ValueError, UnservableRun, GivenUp, and what `fetch` raises.
         """
         digest = manifest.version.digest
         begin = time.monotonic()
@@ -61,7 +56,7 @@ class Staging:
             left_s = timeout_s - (time.monotonic() - begin)
             staged = await asyncio.to_thread(self._load, manifest, run, numerics, left_s)
             if self._coming != digest:
-                raise AbortedStaging(f"version {digest} was given up while it was fetched")
+                raise GivenUp(f"version {digest} was given up while it was fetched")
             self._coming = ""
             self.staged = staged
             return staged
@@ -73,7 +68,7 @@ class Staging:
             mode: reprefill (or empty) | drain.
             on_commit: called at the swap, whether or not somebody still waits for the answer.
 
-        Raises: InvalidRequest, OtherVersion when the version is not staged.
+        Raises: InvalidRequest, OtherVersion when the version is not staged, GivenUp.
         """
         if mode not in ("", "reprefill", "drain"):
             raise InvalidRequest(f"mode must be 'reprefill' or 'drain', got {mode!r}")
@@ -94,9 +89,9 @@ class Staging:
             if not done.cancelled() and not done.exception():
                 event_loop.call_soon_threadsafe(committed, done.result())
 
-        self._committing = self._loop.commit(model, is_drain=mode == "drain")
-        self._committing.add_done_callback(swapped)
-        return await asyncio.wrap_future(self._committing)
+        commit = self._loop.commit(model, is_drain=mode == "drain")
+        commit.add_done_callback(swapped)
+        return await asyncio.wrap_future(commit)
 
     def abort(self, digest: str) -> None:
         """Drops the version from staging, wherever it is: coming, staged, or waiting for the replica to drain."""
@@ -104,8 +99,7 @@ class Staging:
             self._coming = ""
         if digest in ("", self.staged_digest):
             self.staged = None
-            if self._committing is not None:
-                self._committing.cancel()
+            self._loop.give_up_commit("AbortWeights came while the replica drained")
 
     async def _numerics_for(self, run: ServedRun) -> Numerics:
         key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)

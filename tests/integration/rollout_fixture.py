@@ -44,7 +44,14 @@ def numerics_of(dtype: str, mode: str = "exact") -> Numerics:
 
 
 def run_config(dtype: str = "float32", mode: str = "exact", **changes) -> RunConfig:
-    fields = {"run": "demo", "model": "none", "dtype": dtype, "numerics": mode, "max_model_len": 160, **changes}
+    fields = {
+        "run": "demo",
+        "model": "/no/such/model",
+        "dtype": dtype,
+        "numerics": mode,
+        "max_model_len": 160,
+        **changes,
+    }
     return RunConfig(**fields)
 
 
@@ -78,13 +85,15 @@ def trainer_logprobs(decoder: Decoder, sequences, temperature: float = 1.0) -> l
     return np.split(out.logprob.numpy(), np.cumsum(np.array(lengths) - 1)[:-1])
 
 
-def manifest_of(dtype="float32", seed=0, *, step=0, mode="exact", probes=PROBES, **run_changes) -> Manifest:
+def manifest_of(
+    dtype="float32", seed=0, *, step=0, mode="exact", probes=PROBES, tensors=None, **run_changes
+) -> Manifest:
     decoder = trainer_decoder(dtype, seed, mode)
     return build_manifest(
         run=run_changes.get("run", "demo"),
         lineage=0,
         step=step,
-        tensors=tensors_of(decoder),
+        tensors=tensors or tensors_of(decoder),
         model_config_json=json.dumps(MODEL),
         run_config_json=json.dumps(unstructure(run_config(dtype, mode, **run_changes))),
         fingerprint=numerics_of(dtype, mode).fingerprint,

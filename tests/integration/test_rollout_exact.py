@@ -138,7 +138,7 @@ def test_a_continuation_on_another_engine_goes_on_as_if_never_interrupted(dtype)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logprobs_are_the_trainers(dtype, temperature):
-    driver, results = generate(dtype, temperature=temperature, kv_cache_tokens=400, max_chunk_tokens=13)
+    _, results = generate(dtype, temperature=temperature, kv_cache_tokens=400, max_chunk_tokens=13)
     groups = {number: prompt for number, prompt, _, _ in prompts()}
     sequences = {t: groups[int(t.split(".")[0])] + r.tokens for t, r in results.items()}
     scored = trainer_logprobs(trainer_decoder(dtype, 0), list(sequences.values()), temperature)
