@@ -179,6 +179,7 @@ class Client:
         run: str,
         *,
         state: str | None = None,
+        ids: Sequence[str] = (),
         full: bool = False,
         limit: int = 256,
         deadline_s: float | None = None,
@@ -187,9 +188,11 @@ class Client:
 
         Args:
             state: only those in this state.
+            ids: only these (at most 256), evaluation samples included; the state does not matter then.
             full: records as `trajectory` returns them instead of summaries.
         """
         params = {"limit": limit, **({"state": state} if state else {}), **({"view": "full"} if full else {})}
+        params |= {"id": list(ids)} if ids else {}
         for item in self._pages(f"/v1/runs/{run}/trajectories", "trajectories", params, deadline_s):
             yield _with_arrays(item) if full else item
 
@@ -236,7 +239,10 @@ class Client:
                 source.response.read()
                 raise _api_error(source.response)
             for sse in source.iter_sse():
-                data = json.loads(sse.data) if sse.data else {}
+                # Behind a heartbeat httpx_sse gives an event without data, which is none.
+                if not sse.data:
+                    continue
+                data = json.loads(sse.data)
                 yield Event(sse.id, sse.event, data.get("trajectory_id", ""), data.get("group_id", ""), data)
 
     def put_reward(

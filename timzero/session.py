@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from shared.config import unstructure
 from timzero import model, report
-from timzero.client import Client
+from timzero.client import ApiError, Client
 from timzero.display import TerminalDisplay, summary_lines
 from timzero.job import Job
 from timzero.local import stack_of
@@ -31,8 +33,13 @@ def train_here(job: Job, runs_dir: Path, display: TerminalDisplay) -> int:
     with stack_of(job.local, run_dir, announce=display.note) as stack:
         display.note(f"services are up; API at {stack.base_url}, logs in {run_dir / 'logs'}")
         with Client(stack.base_url) as client:
-            outcome = Driver(client, job, display, check=stack.check).drive()
-            path = write_report(client, outcome, run_dir / REPORT_FILE)
+            try:
+                outcome = Driver(client, job, display, check=stack.check).drive()
+                path = write_report(client, outcome, run_dir / REPORT_FILE)
+            except (ApiError, httpx.TransportError):
+                # A gateway that was given up is the better explanation.
+                stack.check()
+                raise
     code = finish(outcome, path, display)
     (run_dir / RESULT_FILE).write_text(json.dumps({"exit_code": code, "digest": outcome.digest}) + "\n")
     return code

@@ -298,8 +298,8 @@ class Driver:
 
     def _reward(self, trajectory_ids: list[str]) -> None:
         items = []
-        for trajectory_id in trajectory_ids:
-            record = self.client.trajectory(self.run, trajectory_id)
+        for record in self.client.trajectories(self.run, ids=trajectory_ids, full=True):
+            trajectory_id = record["trajectory_id"]
             if record["state"] != "awaiting_reward":
                 continue
             task = self._environment.task(record["number"], seed=self.job.run.seed)

@@ -119,10 +119,11 @@ async def post_prompts(request: Request, run: RunName, body: schemas.PromptBatch
 async def list_trajectories(
     request: Request, run: RunName, cursor: Place = "", state: State | None = None, limit: Limit = 100,
     view: Literal["summary", "full"] = "summary",
+    id: Annotated[list[str], Query(max_length=256, description="Only these, those that exist; nothing else selects")] = [],  # noqa: B006
 ) -> Response:  # fmt: skip
-    """In the order of acceptance; evaluations are not among them."""
+    """In the order of acceptance; evaluations are not among them unless named."""
     page = await trajectories.page(
-        gateway_of(request), run, cursor=cursor, state=state, limit=limit, full=view == "full",
+        gateway_of(request), run, ids=id, cursor=cursor, state=state, limit=limit, full=view == "full",
         decimals=not wants_msgpack(request),
     )  # fmt: skip
     return reply(request, page)

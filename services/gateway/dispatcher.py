@@ -197,7 +197,7 @@ class Dispatcher:
 
     async def _rest(self) -> None:
         release_s = self._flights.next_release_s()
-        wait_s = min(MAX_WAIT_S, *([] if release_s is None else [release_s]), *([] if self._fleet.is_told else [1.0]))
+        wait_s = min([MAX_WAIT_S, *([] if release_s is None else [release_s]), *([] if self._fleet.is_told else [1.0])])
         try:
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

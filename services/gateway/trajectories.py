@@ -8,7 +8,7 @@ from services.gateway import answers, schemas, views
 from services.gateway.context import Gateway
 from services.gateway.problems import Problem
 from services.gateway.prompts import Document
-from shared.wire.records import RewardItem, RewardResult, RewardStatus, TrajectoryRecord
+from shared.wire.records import Page, RewardItem, RewardResult, RewardStatus, TrajectoryRecord
 from shared.wire.types import State
 
 _REFUSALS = {
@@ -28,11 +28,23 @@ async def get(gateway: Gateway, run: str, trajectory_id: str) -> TrajectoryRecor
 
 
 async def page(
-    gateway: Gateway, run: str, *, cursor: str, state: State | None, limit: int, full: bool, decimals: bool
+    gateway: Gateway,
+    run: str,
+    *,
+    ids: Sequence[str],
+    cursor: str,
+    state: State | None,
+    limit: int,
+    full: bool,
+    decimals: bool,
 ) -> answers.TrajectoryPage:
-    """Raises UnknownRun, Problem archive-unavailable."""
+    """Args: ids: where there are any, only these and in this order. Raises UnknownRun, Problem archive-unavailable."""
     _, tokenizer = await gateway.run(run)
-    found = await gateway.store.list_trajectories(run, cursor=cursor, state=state, limit=limit, with_tokens=full)
+    if ids:
+        named = await gateway.store.trajectories(run, ids, with_tokens=full)
+        found = Page(items=tuple(named), next_cursor=None)
+    else:
+        found = await gateway.store.list_trajectories(run, cursor=cursor, state=state, limit=limit, with_tokens=full)
     if not full:
         return answers.TrajectoryPage(
             trajectories=[views.summary(t) for t in found.items], next_cursor=found.next_cursor

@@ -81,6 +81,8 @@ class EmbeddedValkey:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     pass_fds=(lock,),
+                    # A ctrl-C in the terminal must not stop the server before those that write to it.
+                    start_new_session=True,
                 )  # fmt: skip
         finally:
             os.close(lock)
