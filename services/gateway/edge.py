@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.auth import LOCAL, Keyring, check_local_caller
-from services.gateway.problems import MEDIA_TYPE, Problem, field_errors
+from services.gateway.problems import MEDIA_TYPE, Problem, request_errors
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.wire import records
@@ -179,7 +179,7 @@ def as_problem(error: Exception) -> Problem:
         case Problem():
             return error
         case RequestValidationError():
-            errors = field_errors(error.errors())
+            errors = request_errors(error.errors())
             return Problem("invalid-request", f"{len(errors)} field(s) are not valid", errors=errors)
         case records.StoreError():
             return Problem(_STORE_CODES.get(type(error), "run-state"), str(error))

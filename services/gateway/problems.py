@@ -163,9 +163,21 @@ class Problem(Exception):
         return OpenAIError(error=OpenAIErrorBody(message=message, type=kind, param=param, code=self.code))
 
 
-def field_errors(errors: Iterable[Mapping[str, Any]], *, skip: int = 0) -> list[FieldError]:
-    """pydantic's errors with `loc` as a JSON pointer, `skip` leading parts left out. The input is not echoed."""
-    return [FieldError(pointer="".join(f"/{p}" for p in e["loc"][skip:]), detail=e["msg"]) for e in errors]
+def field_errors(errors: Iterable[Mapping[str, Any]]) -> list[FieldError]:
+    """pydantic's errors with `loc` as a JSON pointer. The input is not echoed."""
+    return [FieldError(pointer=_pointer(e["loc"]), detail=e["msg"]) for e in errors]
+
+
+def request_errors(errors: Iterable[Mapping[str, Any]]) -> list[FieldError]:
+    """FastAPI's errors: pointers into the body, or names of query, path and header parameters."""
+    return [
+        FieldError(pointer=_pointer(e["loc"][1:]) if e["loc"][0] == "body" else str(e["loc"][-1]), detail=e["msg"])
+        for e in errors
+    ]
+
+
+def _pointer(loc: Iterable[Any]) -> str:
+    return "".join(f"/{part}" for part in loc)
 
 
 def responses(*codes: str, openai: bool = False) -> dict[int | str, dict[str, Any]]:

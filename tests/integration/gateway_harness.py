@@ -32,6 +32,7 @@ from shared.wire import rpc
 from shared.wire.lifecycle import Lifecycle
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
 from shared.wire.prompts import EvalItem, PromptItem
+from shared.wire.queue import TrainQueue
 from shared.wire.store import RunStore
 from shared.wire.tensors import RawTensor, build_manifest
 from shared.wire.types import FinishReason, Kv, Span, SpanKind, Trajectory
@@ -169,8 +170,7 @@ class HttpGateway:
             uvicorn.Config(application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
         )
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started:
-            await asyncio.sleep(0)
+        # The socket listens already: a request that comes before uvicorn accepts waits in the backlog.
         self._started.set()
         await serving
         await channel.close()
@@ -227,7 +227,12 @@ class HttpGateway:
             replicas=("r0",),
         )
         await self.lifecycle.store_generated(run, trajectory, reward=reward)
-        self.gateway.progress.forget(trajectory_id)
+
+    def record_step(self, run: str, step: int, metrics: dict[str, Any]) -> None:
+        """Records a step as the trainer would (a trainer that restarts before each step)."""
+        queue = TrainQueue.connect(self.config.valkey)
+        queue.record_step(run, step, metrics, epoch=queue.take_over(run, next_step=0))
+        queue.close()
 
     async def _prompt(self, run: str, group_id: str) -> PromptItem | EvalItem:
         name = group_id[len(run) + 1 :]
