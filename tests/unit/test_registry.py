@@ -215,14 +215,16 @@ def test_a_wrong_answer_to_prepare_ejects_and_staging_is_aborted(digest: str, fi
 
 @pytest.mark.parametrize(
     ("digest", "tokens", "differing", "said"),
-    [("other", 8, 0, "answered digest"), ("demo-0-0", 8, 1, "1 of 8 logprobs differ"), ("demo-0-0", 0, 0, "0 of 0")],
+    [("other", 8, 0, "answered digest"), ("demo-0-1", 8, 1, "1 of 8 logprobs differ"), ("demo-0-1", 0, 0, "0 of 0")],
 )
 def test_a_wrong_answer_to_commit_ejects(digest: str, tokens: int, differing: int, said: str) -> None:
-    registry = new(version(0), needed=0)
+    registry = new(version(0), version(1), needed=0)
     r = join(registry)
-    step(registry, r, PREPARE, version(0))
-    registry.prepared(r, version(0).digest, "same")
-    step(registry, r, COMMIT, version(0))
+    bring(registry, r, version(0))
+    registry.set_needed("demo", 1)
+    step(registry, r, PREPARE, version(1))
+    registry.prepared(r, version(1).digest, "same")
+    step(registry, r, COMMIT, version(1))
     assert said in registry.committed(r, digest, tokens, differing)
     assert (registry.state(r), r.serving) == (ReplicaState.EJECTED, None)
 
@@ -275,20 +277,25 @@ def test_prepare_is_repeated_once_then_the_replica_is_ejected_for_a_while() -> N
     assert registry.state(r) is ReplicaState.EJECTED
     assert registry.next_action(r, now=5.9) is None
     assert registry.wake_at(r, now=1) == 6
+    step(registry, r, PREPARE, version(0), now=6)
+    assert registry.state(r) is ReplicaState.PREPARING
+    registry.prepared(r, version(0).digest, "same")
     bring(registry, r, version(0), now=6)
     assert registry.state(r) is ReplicaState.READY
     assert registry.wake_at(r, now=6) == math.inf
 
 
 def test_a_lost_answer_to_commit_is_repeated_without_another_prepare() -> None:
-    registry = new(version(0), needed=0)
+    registry = new(version(0), version(1), needed=0)
     r = join(registry)
-    step(registry, r, PREPARE, version(0))
-    registry.prepared(r, version(0).digest, "same")
-    step(registry, r, COMMIT, version(0))
+    bring(registry, r, version(0))
+    registry.set_needed("demo", 1)
+    step(registry, r, PREPARE, version(1))
+    registry.prepared(r, version(1).digest, "same")
+    step(registry, r, COMMIT, version(1))
     registry.failed(r, "UNAVAILABLE", now=0)
     assert r.serving is None, "nobody knows what it serves"
-    bring(registry, r, version(0))
+    bring(registry, r, version(1))
 
 
 def test_a_replica_that_lost_its_staging_is_prepared_again_but_not_for_ever() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.weight_sync.registry import Action, Phase, Registry, Replica, ReplicaState
 from services.weight_sync.versions import Published, Version
 
-NAMES = ("a", "b", "c")
 LEASE_S, RETRY_S = 10.0, 5.0
+OUTCOMES = ("well", "well", "well", "well", "lost request", "lost answer", "wrong digest", "probe")
+KINDS = (
+    ("begin",) * 12 + ("end",) * 10 + ("publish",) * 4 + ("need",) * 4 + ("settle", "retain", "start", "wait") * 2
+    + ("fork", "leave", "register again", "heartbeat", "lose lease")
+)  # fmt: skip
 
 
 class Simulated:
@@ -37,31 +41,45 @@ class Simulated:
         return True
 
 
-class Histories(RuleBasedStateMachine):
+class History:
+    """Applies events to a registry and checks what must hold after each."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.registry = Registry(lease_s=LEASE_S, retry_s=RETRY_S, num_attempts=2)
         self.replicas: dict[str, Simulated] = {}
         self.now = 0.0
         self.num_incarnations = 0
         self.lineage, self.step = 0, -1
+        self.seen: Counter[str] = Counter()
 
-    # Trainer and dispatcher
+    def apply(self, kind: str, x: int, how: str) -> None:
+        registry = self.registry
+        if kind == "publish":
+            self.publish(self.step + 1)
+        elif kind == "fork" and self.step >= 0:
+            self.lineage += 1
+            self.publish(max(self.step - x, min(self.step, registry.versions.oldest_steps.get("demo", 0))))
+        elif kind == "need":
+            last = registry.needed[1] if registry.needed else -1
+            registry.set_needed("demo", max(0, min(last + (1, 1, 1, -1, -2, 2)[x % 6], self.step + 1)))
+        elif kind == "retain":
+            self.retain(self.step - x % 4)
+        elif kind == "start":
+            self.num_incarnations += 1
+            self.replicas["abc"[x % 3]] = Simulated("abc"[x % 3], self.num_incarnations)
+            self.register(self.replicas["abc"[x % 3]])
+        elif kind in ("wait", "lose lease"):
+            self.now += LEASE_S + 1 if kind == "lose lease" else RETRY_S / 2
+            registry.expire(now=self.now)
+        elif kind == "settle":
+            self.settle()
+        elif self.replicas:
+            s = self.replicas[sorted(self.replicas)[x % len(self.replicas)]]
+            self.touch(s, kind, how)
 
-    @rule()
-    def publish(self) -> None:
-        self.step += 1
-        self._add(Version("demo", self.lineage, self.step, f"{self.lineage}-{self.step}"))
-
-    @precondition(lambda self: self.step >= 1)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        oldest = self.registry.versions.oldest_steps.get("demo", 0)
-        self.lineage += 1
-        self.step = data.draw(st.integers(min(oldest, self.step), self.step))
-        self._add(Version("demo", self.lineage, self.step, f"{self.lineage}-{self.step}"))
-
-    def _add(self, version: Version) -> None:
+    def publish(self, step: int) -> None:
+        self.step = step
+        version = Version("demo", self.lineage, step, f"{self.lineage}-{step}")
         self.registry.versions.add(
             Published(
                 version=version,
@@ -74,68 +92,38 @@ class Histories(RuleBasedStateMachine):
             )
         )
 
-    @rule(step=st.integers(0, 8))
-    def need(self, step: int) -> None:
-        self.registry.set_needed("demo", min(step, self.step + 2))
-
-    @rule(step=st.integers(0, 8))
-    def retain(self, step: int) -> None:
-        used = {r.serving for r in self.registry.replicas.values()} | {
-            r.staged for r in self.registry.replicas.values()
-        }
-        kept = {self.registry.target(), self.registry.versions.newest("demo")} | used
-        self.registry.versions.retain("demo", step)
+    def retain(self, oldest_step: int) -> None:
+        live = self.registry.replicas.values()
+        used = {r.serving for r in live} | {r.staged for r in live} | {r.busy.version for r in live if r.busy}
+        kept = used | {self.registry.target(), self.registry.versions.newest("demo")}
+        self.registry.versions.retain("demo", oldest_step)
         dropped = self.registry.collect()
         assert not kept & set(dropped)
-        assert all(v.step < step or v.step < self.registry.versions.oldest_steps["demo"] for v in dropped)
+        assert all(v.step < self.registry.versions.oldest_steps["demo"] for v in dropped)
+        self.seen["dropped"] += len(dropped)
 
-    # Replicas
-
-    @rule(name=st.sampled_from(NAMES))
-    def start(self, name: str) -> None:
-        self.num_incarnations += 1
-        self.replicas[name] = Simulated(name, self.num_incarnations)
-        self._register(self.replicas[name])
-
-    def _register(self, s: Simulated) -> None:
+    def register(self, s: Simulated) -> None:
+        before = self.registry.replicas.get(s.name)
         self.registry.register(s.name, s.incarnation, s.name, 64, now=self.now)
-        registered = self.registry.replicas[s.name]
-        if registered.serving is None and registered.staged is None and registered.busy is None:
+        if self.registry.replicas[s.name] is not before:
             s.answered_wrong.clear()
 
-    @precondition(lambda self: self.replicas)
-    @rule(data=st.data(), how=st.sampled_from(["leave", "register again", "heartbeat"]))
-    def touch(self, data: st.DataObject, how: str) -> None:
-        s = self.replicas[data.draw(st.sampled_from(sorted(self.replicas)))]
-        if how == "leave":
+    def touch(self, s: Simulated, kind: str, how: str) -> None:
+        r = self.registry.replicas.get(s.name)
+        if kind == "leave":
             self.registry.deregister(s.name, s.incarnation)
             del self.replicas[s.name]
-        elif how == "register again" or s.name not in self.registry.replicas:
-            self._register(s)
-        else:
+        elif kind == "register again" or r is None:
+            self.register(s)
+        elif kind == "heartbeat":
             digest = s.serving.digest if s.serving else ""
             self.registry.heartbeat(s.name, s.incarnation, digest, now=self.now)
+        elif kind == "begin" and r.busy is None:
+            self.begin(r, s)
+        elif kind == "end" and r.busy is not None:
+            self.end(r, s, how)
 
-    @rule(seconds=st.sampled_from([1.0, RETRY_S, LEASE_S + 1]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.registry.expire(now=self.now)
-
-    # Distribution
-
-    def _pick(self, data: st.DataObject, *, is_busy: bool) -> tuple[Replica, Simulated] | None:
-        live = sorted(n for n, r in self.registry.replicas.items() if (r.busy is not None) == is_busy)
-        if not live:
-            return None
-        name = data.draw(st.sampled_from(live))
-        return self.registry.replicas[name], self.replicas[name]
-
-    @rule(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
-        if picked := self._pick(data, is_busy=False):
-            self._begin(*picked)
-
-    def _begin(self, r: Replica, s: Simulated) -> bool:
+    def begin(self, r: Replica, s: Simulated) -> bool:
         action = self.registry.next_action(r, now=self.now)
         if action is None:
             return False
@@ -145,15 +133,11 @@ class Histories(RuleBasedStateMachine):
         self.registry.begin(r, action)
         return True
 
-    @rule(data=st.data(), how=st.sampled_from(["well", "well", "lost request", "lost answer", "wrong digest", "probe"]))
-    def end(self, data: st.DataObject, how: str) -> None:
-        if picked := self._pick(data, is_busy=True):
-            self._end(*picked, how)
-
-    def _end(self, r: Replica, s: Simulated, how: str) -> None:
+    def end(self, r: Replica, s: Simulated, how: str) -> None:
         action = r.busy
         assert action is not None
         is_done = how != "lost request" and s.do(action)
+        self.seen[f"{action.phase} {how}"] += 1
         if action.phase is Phase.ABORT:
             self.registry.aborted(r)
         elif how.startswith("lost"):
@@ -161,8 +145,7 @@ class Histories(RuleBasedStateMachine):
         elif not is_done:
             self.registry.failed(r, "not staged", now=self.now, is_unstaged=True)
         else:
-            is_wrong = how == "wrong digest" or (how == "probe" and action.phase is Phase.COMMIT)
-            if is_wrong:
+            if how == "wrong digest" or (how == "probe" and action.phase is Phase.COMMIT):
                 s.answered_wrong.add(action.version)
             digest = "wrong" if how == "wrong digest" else action.version.digest
             if action.phase is Phase.PREPARE:
@@ -170,49 +153,46 @@ class Histories(RuleBasedStateMachine):
             else:
                 self.registry.committed(r, digest, 8, int(how == "probe"))
 
-    @rule()
     def settle(self) -> None:
-        """Nothing more fails and time goes on: every live, healthy replica ends up ready at what is needed."""
-        for _ in range(40):
+        """Nothing fails any more and time goes on: every live, healthy replica ends up ready at what is needed."""
+        registry, target = self.registry, self.registry.target()
+        for _ in range(16):
             self.now += RETRY_S
-            for name, r in self.registry.replicas.items():
-                r.expires_at = max(r.expires_at, self.now + LEASE_S)
-                if r.busy is None and not self._begin(r, self.replicas[name]):
-                    continue
-                self._end(r, self.replicas[name], "well")
-        target = self.registry.target()
-        for name, r in self.registry.replicas.items():
-            assert self.registry.next_action(r, now=self.now) is None
+            for name, r in registry.replicas.items():
+                r.expires_at = self.now + LEASE_S
+                if r.busy or self.begin(r, self.replicas[name]):
+                    self.end(r, self.replicas[name], "well")
+        for name, r in registry.replicas.items():
+            assert registry.next_action(r, now=self.now) is None
             if target is None:
                 continue
-            if target in self.replicas[name].answered_wrong and target in r.rejected:
-                assert self.registry.state(r) is ReplicaState.EJECTED
-            else:
-                assert (self.registry.state(r), r.serving) == (ReplicaState.READY, target)
-                ahead = self.registry.versions.resolve("demo", target.step + 1)
-                may_fail = ahead == r.not_ahead or ahead in r.rejected
-                assert r.staged == (None if may_fail else ahead)
+            if target in r.rejected:
+                assert target in self.replicas[name].answered_wrong
+                assert registry.state(r) is ReplicaState.EJECTED
+                continue
+            assert (registry.state(r), r.serving) == (ReplicaState.READY, target)
+            ahead = registry.versions.resolve("demo", target.step + 1)
+            assert r.staged == (None if ahead == r.not_ahead or ahead in r.rejected else ahead)
+            self.seen["ready"] += 1
 
-    @invariant()
-    def ready_is_the_truth(self) -> None:
+    def check(self) -> None:
         for name, r in self.registry.replicas.items():
             is_swapping = r.busy is not None and r.busy.phase is Phase.COMMIT
             if r.serving is not None and not is_swapping:
-                assert self.replicas[name].serving == r.serving
-                assert not self.registry.reason(r) or self.registry.target() in r.rejected
-
-    @invariant()
-    def what_is_in_use_exists(self) -> None:
-        for r in self.registry.replicas.values():
+                assert self.replicas[name].serving == r.serving, "the registry believes in what is not there"
             for v in (r.serving, r.staged, r.busy.version if r.busy else None):
-                assert v is None or self.registry.versions.get(v) is not None
-
-    @invariant()
-    def an_infinite_rejection_had_a_wrong_answer(self) -> None:
-        for name, r in self.registry.replicas.items():
+                assert v is None or self.registry.versions.get(v) is not None, "a version in use was dropped"
             for v, rejection in r.rejected.items():
                 assert rejection.retry_at < math.inf or v in self.replicas[name].answered_wrong
 
 
-Histories.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
-test_random_histories = Histories.TestCase
+events = st.tuples(st.sampled_from(KINDS), st.integers(0, 11), st.sampled_from(OUTCOMES))
+
+
+@settings(max_examples=200)
+@given(events=st.lists(events, min_size=50, max_size=150))
+def test_what_must_hold_holds_after_every_event_of_a_random_history(events: list[tuple[str, int, str]]) -> None:
+    history = History()
+    for event in [("publish", 0, ""), ("start", 0, ""), ("start", 1, ""), ("need", 0, ""), *events, ("settle", 0, "")]:
+        history.apply(*event)
+        history.check()
