@@ -24,8 +24,10 @@ Every response has an `X-Request-Id`."""
 def create_app(gateway: Gateway) -> FastAPI:
     application = FastAPI(title="timzero gateway", version="1", description=DESCRIPTION, docs_url=None, redoc_url=None)
     application.state.gateway = gateway
-    for router in (*app.ROUTERS, openai.router):
+    routers = (*app.ROUTERS, openai.router)
+    for router in routers:
         application.include_router(router)
+    application.state.routes = [route for router in routers for route in router.routes]
     for kind in edge.HANDLED:
         application.add_exception_handler(kind, edge.answer_error)
     application.add_middleware(

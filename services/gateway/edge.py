@@ -203,7 +203,14 @@ def rpc_problem(error: grpc.aio.AioRpcError) -> Problem:
 
 
 async def answer_error(request: Request, error: Any) -> JSONResponse:
-    return problem_response(request, as_problem(error))
+    problem = as_problem(error)
+    if problem.code == "method-not-allowed":
+        # Starlette names the methods of the first route of this path only.
+        routes = request.app.state.routes
+        problem.headers["Allow"] = ", ".join(
+            sorted(m for r in routes if r.path_regex.match(request.url.path) for m in r.methods)
+        )
+    return problem_response(request, problem)
 
 
 HANDLED = (Problem, RequestValidationError, records.StoreError, RedisError, grpc.aio.AioRpcError, HTTPException)

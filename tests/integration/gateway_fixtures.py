@@ -10,12 +10,25 @@ from typing import Any
 import httpx
 import pytest
 import redis
+import structlog
 
 from shared.wire.embedded import EmbeddedValkey
 from tests.integration.gateway_harness import HttpGateway, run_config, weight_sync, write_model
 from timzero.client import Client
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_logs() -> None:
+    """As services log. structlog's default renders tracebacks for seconds."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,85 @@
+"""Valkey or weight_sync away: 503 within seconds, nothing acknowledged that is not on disk, and back by itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.wire.embedded import EmbeddedValkey
+from tests.integration.gateway_harness import HttpGateway, run_config, weight_sync
+from timzero.client import ApiError, Client
+
+pytest_plugins = ("tests.integration.gateway_fixtures",)
+
+
+def test_valkey_down_is_503_and_a_client_that_waits_gets_through(
+    tmp_path: Path, weight_sync_address: str, model: Path
+) -> None:
+    with (
+        EmbeddedValkey(tmp_path / "valkey") as valkey,
+        HttpGateway(valkey.url, weight_sync_address) as gateway,
+        Client(gateway.url, timeout_s=30) as client,
+        httpx.Client(base_url=gateway.url, timeout=30) as http,
+    ):
+        run = client.create_run(run_config("faulty", model))["run"]
+        client.post_prompts(run, [{"number": 0, "prompt": "1"}])
+        valkey.process.kill()
+        valkey.process.wait()
+
+        started_at = time.monotonic()
+        answer = http.post(f"/v1/runs/{run}/prompts", json={"items": [{"number": 1, "prompt": "1"}]})
+        assert time.monotonic() - started_at < 10
+        assert (answer.status_code, answer.json()["code"]) == (503, "valkey-unavailable"), answer.text
+        assert answer.json()["retryable"]
+        assert "retry-after" in answer.headers
+        assert http.get("/readyz").json()["checks"]["valkey"] != "ok"
+        assert http.get("/healthz").status_code == 200
+        with pytest.raises((ApiError, httpx.TransportError)):
+            client.post_prompts(run, [{"number": 1, "prompt": "1"}], deadline_s=0.5)
+
+        valkey.start()
+        assert client.post_prompts(run, [{"number": 1, "prompt": "1"}])[0]["status"] in (200, 202)
+        assert client.metrics(run)["accepted"] == 4
+
+
+def test_stream_ends_when_valkey_goes_and_is_resumed_by_the_client(
+    tmp_path: Path, weight_sync_address: str, model: Path
+) -> None:
+    with (
+        EmbeddedValkey(tmp_path / "valkey") as valkey,
+        HttpGateway(valkey.url, weight_sync_address) as gateway,
+        Client(gateway.url, timeout_s=30) as client,
+    ):
+        run = client.create_run(run_config("streamed", model))["run"]
+        stream = client.stream_events(run, deadline_s=40)
+        assert next(stream).type == "run.running"
+        valkey.process.kill()
+        valkey.process.wait()
+        valkey.start()
+        client.post_prompts(run, [{"number": 0, "prompt": "1"}])
+        assert [next(stream).trajectory_id for _ in range(2)] == [f"{run}.0.0", f"{run}.0.1"]
+
+
+def test_weight_sync_down_is_503(tmp_path: Path, valkey_url: str, run: str) -> None:
+    with weight_sync(tmp_path / "weight_sync") as address:
+        pass
+    with HttpGateway(valkey_url, address, rpc_timeout_s=2.0) as gateway, httpx.Client(base_url=gateway.url) as http:
+        for method, path, body in (
+            ("GET", f"/v1/runs/{run}/versions", None),
+            ("GET", f"/v1/runs/{run}/versions/0", None),
+            ("POST", f"/v1/runs/{run}/evals", {"items": [{"prompt": "1"}]}),
+        ):
+            answer = http.request(method, path, json=body, timeout=10)
+            assert (answer.status_code, answer.json()["code"]) == (503, "weight-sync-unavailable")
+            assert answer.json()["retryable"]
+        assert http.get("/readyz", timeout=10).json()["checks"]["weight_sync"] != "ok"
+
+
+def test_training_prompts_need_no_weight_sync(tmp_path: Path, valkey_url: str, run: str) -> None:
+    with HttpGateway(valkey_url, "127.0.0.1:9") as gateway, Client(gateway.url) as client:
+        item: dict[str, Any] = {"number": 0, "prompt": "1"}
+        assert client.post_prompts(run, [item])[0]["status"] == 202
