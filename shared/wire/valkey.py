@@ -6,7 +6,11 @@ the server (about 30 s), so every script must be idempotent; blocking reads are 
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,9 @@ MIN_VERSION = (7, 2)
 SOCKET_TIMEOUT_S = 15.0
 MAX_BLOCK_S = 10.0
 """Longest blocking read, below the socket timeout."""
+
+MAX_CONNECTIONS = 64
+"""Of one process."""
 
 RETRIES = 35
 """Of one command, some 30 s through a restart of the server."""
@@ -51,14 +58,46 @@ RUNS = "tz:runs"
 CREATED = "tz:created"
 
 
+class _Bounded:
+    """Deadlines of redis-py's asyncio connections, kept here instead of there.
+
+    With a `socket_timeout` it sends through asyncio.wait_for, which on Python 3.11 loses a cancellation that arrives in the
+    turn in which the send completes (python/cpython#86296): a task that was cancelled would go on for ever.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        async with _deadline(self):
+            await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        async with _deadline(self):
+            return await super().read_response(*args, **kwargs)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def _deadline(connection: Any) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(SOCKET_TIMEOUT_S):
+            yield
+    except builtins.TimeoutError as error:
+        await connection.disconnect(nowait=True)
+        raise TimeoutError(f"Valkey did not answer within {SOCKET_TIMEOUT_S:g} s") from error
+
+
 def connect_async(url: str, *, retries: int = RETRIES) -> Client:
-    return redis.asyncio.Redis.from_url(
+    # Whoever finds all connections taken waits for one: as many groups may be generated at once as there are.
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=SOCKET_TIMEOUT_S,
         protocol=2,
-        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_timeout=None,
         socket_connect_timeout=5.0,
         retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), retries, supported_errors=_RETRIED),
     )
+    plain = pool.connection_class
+    pool.connection_class = type(f"Bounded{plain.__name__}", (_Bounded, plain), {})
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def connect_sync(url: str, *, retries: int = RETRIES) -> SyncClient:

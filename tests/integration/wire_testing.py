@@ -22,7 +22,7 @@ from shared.wire.types import FinishReason, SamplingParams, Span, SpanKind, Stat
 from shared.wire.valkey import key
 
 T = TypeVar("T")
-DEADLINE_S = 30.0
+DEADLINE_S = 20.0
 
 
 def run_async(test: Callable[[], Awaitable[T]]) -> T:
