@@ -124,11 +124,15 @@ class Engine:
         """`abort` by trajectory id."""
         return self.abort([s for s in self._open_samples() if s.trajectory_id in trajectory_ids])
 
-    def step(self) -> None:
-        """Computes one chunk of every sequence that has a place, and samples the tokens that this makes possible."""
+    def step(self) -> bool:
+        """Computes one chunk of every sequence that has a place, and samples the tokens that this makes possible.
+
+        Returns:
+            Whether there was anything to compute.
+        """
         chunks = self.scheduler.schedule()
         if not chunks:
-            return
+            return False
         assert self._runner is not None
         hidden_TD = self._runner.forward(chunks)
         samples: list[Sample] = []
@@ -151,6 +155,7 @@ class Engine:
         self.counters.prefill_tokens += begin - len(samples)
         if samples:
             self._sample(self._runner, hidden_TD[torch.tensor(rows)], samples)
+        return True
 
     def swap(self, model: ServedModel) -> CommitResult:
         """Between two steps: serve another version, compute running sequences again under it, prove it by the probe.

@@ -125,8 +125,8 @@ class EngineLoop:
             if self._commit is not None and self._commit.is_due(self.engine):
                 self._swap(self._commit)
             begin = time.monotonic()
-            self.engine.step()
-            self._meters.observe(self.engine, time.monotonic() - begin)
+            has_computed = self.engine.step()
+            self._meters.observe(self.engine, time.monotonic() - begin if has_computed else None)
             self._deliver(self.engine.take_outputs())
 
     def _wait_for_work(self) -> bool:

@@ -30,8 +30,8 @@ class Meters:
         self._step_seconds = metric(names.ENGINE_STEP_SECONDS).labels(replica=replica)
         self._last = (0, 0, 0, 0, 0)
 
-    def observe(self, engine: Engine, step_seconds: float) -> None:
-        """After every step."""
+    def observe(self, engine: Engine, step_seconds: float | None) -> None:
+        """After every round of the loop; `step_seconds` is None where nothing was computed."""
         c, s = engine.counters, engine.scheduler
         now = (c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions)
         counters = (self._sampled, self._continued, self._prefill, self._hits, self._preemptions)
@@ -42,7 +42,8 @@ class Meters:
         self._running.set(len(s.running))
         self._waiting.set(len(s.waiting))
         self._usage.set(engine.kv_usage)
-        self._step_seconds.observe(step_seconds)
+        if step_seconds is not None:
+            self._step_seconds.observe(step_seconds)
 
     def prepared(self, model: ServedModel, seconds: float) -> None:
         metric(names.KERNELS).labels(role="rollout").info(model.numerics.ops.describe())

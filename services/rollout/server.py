@@ -11,6 +11,7 @@ import grpc
 import structlog
 from grpc_health.v1._async import HealthServicer
 
+from services.rollout.blocking import in_thread
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult, Outputs
 from services.rollout.loop import STOPPED, EngineLoop
@@ -107,7 +108,7 @@ class RolloutService(RolloutEngineServicer):
         self._staging = Staging(config, loop)
         self._streams: set[Stream] = set()
         self._health_update: asyncio.Task[None] | None = None
-        self._decoders: dict[str, asyncio.Task[Decode]] = {}
+        self._decoders: dict[str, asyncio.Future[Decode]] = {}
         self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why this process may not serve the run: it should exit."""
         self.ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
@@ -268,12 +269,11 @@ class RolloutService(RolloutEngineServicer):
 
     async def _decode(self, model_name: str) -> Decode:
         """The run's tokenizer, loaded by the first request that needs it."""
-        task = self._decoders.get(model_name)
-        if task is None:
-            task = self._decoders[model_name] = asyncio.create_task(asyncio.to_thread(tokenizer_decode, model_name))
+        if model_name not in self._decoders:
+            self._decoders[model_name] = in_thread(lambda: tokenizer_decode(model_name))
         try:
             # A request that is cancelled must not take the load away from the others that wait for it.
-            return await asyncio.shield(task)
+            return await asyncio.shield(self._decoders[model_name])
         except InvalidRequest:
             self._decoders.pop(model_name, None)
             raise

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from services.rollout.blocking import in_thread
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult
 from services.rollout.loop import EngineLoop
@@ -24,8 +25,8 @@ class Staging:
         self._config, self._loop = config, loop
         self._lock = asyncio.Lock()
         self._numerics: tuple[tuple, Numerics] | None = None
-        self._coming = ""
-        """Digest that is being fetched."""
+        self._coming: tuple[str, asyncio.Future[ServedModel]] | None = None
+        """Digest that is being fetched, and its model once it is there."""
         self.staged: ServedModel | None = None
 
     @property
@@ -52,14 +53,14 @@ class Staging:
                 if model is not None and model.run == run and model.version.digest == digest:
                     self.staged = replace(model, manifest=manifest)
                     return self.staged
-            self.staged, self._coming = None, digest
+            self.staged = None
             left_s = timeout_s - (time.monotonic() - begin)
-            staged = await asyncio.to_thread(self._load, manifest, run, numerics, left_s)
-            if self._coming != digest:
-                raise GivenUp(f"version {digest} was given up while it was fetched")
-            self._coming = ""
-            self.staged = staged
-            return staged
+            self._coming = digest, in_thread(lambda: self._load(manifest, run, numerics, left_s))
+            try:
+                self.staged = await self._coming[1]
+            finally:
+                self._coming = None
+            return self.staged
 
     async def commit(self, digest: str, *, mode: str, on_commit: Callable[[CommitResult], None]) -> CommitResult:
         """Serves the staged version; once more proves the one that is served, if that is asked for.
@@ -95,8 +96,8 @@ class Staging:
 
     def abort(self, digest: str) -> None:
         """Drops the version from staging, wherever it is: coming, staged, or waiting for the replica to drain."""
-        if digest in ("", self._coming):
-            self._coming = ""
+        if self._coming is not None and digest in ("", self._coming[0]) and not self._coming[1].done():
+            self._coming[1].set_exception(GivenUp(f"version {self._coming[0]} was given up while it was fetched"))
         if digest in ("", self.staged_digest):
             self.staged = None
             self._loop.give_up_commit("AbortWeights came while the replica drained")

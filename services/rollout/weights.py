@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,8 +88,7 @@ def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors:
     """
     with torch.device("meta"):
         decoder = Decoder(run.model, numerics.ops)
-    # An allocation of torch's own, aligned as its kernels like it, that outlives the file or message behind the bytes.
-    state = {name: torch.frombuffer(t.data, dtype=run.dtype).clone().view(t.shape) for name, t in tensors.items()}
+    state = {name: _owned(tensor, run.dtype) for name, tensor in tensors.items()}
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -96,6 +96,14 @@ def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors:
     decoder.requires_grad_(False).eval()
     head32 = decoder.head_weight.float() if run.config.numerics == "exact" else None
     return ServedModel(manifest, run, numerics, decoder, head32)
+
+
+def _owned(raw: RawTensor, dtype: torch.dtype) -> Tensor:
+    """A copy in an allocation of torch's own: aligned as its kernels like it, gone from the file or message it came in."""
+    tensor = torch.empty(raw.shape, dtype=dtype)
+    if raw.nbytes:
+        tensor.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(raw.data, np.uint8)
+    return tensor
 
 
 def held_digest(model: ServedModel) -> str:

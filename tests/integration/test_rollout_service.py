@@ -25,11 +25,15 @@ from tests.integration.rollout_process import (
 )
 
 PROMPT = list(range(20))
+MAX_OPEN = 24
 
 
 @pytest.fixture(scope="module")
 def served():
-    with weight_sync_peer() as (peer, address), replica(address, page_size=4, stream_tokens=2) as (process, stub):
+    with (
+        weight_sync_peer() as (peer, address),
+        replica(address, page_size=4, stream_tokens=2, max_open_samples=MAX_OPEN) as (process, stub),
+    ):
         manifest = manifest_of(seed=0, step=0)
         reply = serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
         assert reply.manifest_digest == manifest.version.digest
@@ -365,26 +369,44 @@ def test_status_and_metrics_say_what_ran(version0):
     assert 'attention="attention.attention"' in next(k for k in lines if k.startswith("timzero_kernels_info"))
 
 
-def test_a_full_line_is_refused_and_empties_again():
-    with weight_sync_peer() as (peer, address), replica(address, max_open_samples=4) as (process, stub):
-        manifest = manifest_of(seed=0, step=0)
-        serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-        digest = manifest.version.digest
-        stream = stub.Generate(request_of(digest, PROMPT, samples=4, max_tokens=140), timeout=DEADLINE_S)
-        next(stream)
-        call = stub.Generate(request_of(digest, PROMPT, number=1), timeout=DEADLINE_S)
-        assert code_of(lambda: list(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        list(stream)
-        assert collect(stub.Generate(request_of(digest, PROMPT, number=1), timeout=DEADLINE_S))
-        # SIGTERM in mid-stream: what was sampled is sent, then the stream ends, the registration goes, exit code 0.
-        stream = stub.Generate(request_of(digest, PROMPT, samples=4, max_tokens=140), timeout=DEADLINE_S)
-        next(stream)
+def test_a_full_line_is_refused_and_empties_again(version0):
+    _, _, stub, digest = version0
+    stream = stub.Generate(request_of(digest, PROMPT, samples=MAX_OPEN, max_tokens=140), timeout=DEADLINE_S)
+    next(stream)
+    call = stub.Generate(request_of(digest, PROMPT, number=1), timeout=DEADLINE_S)
+    assert code_of(lambda: list(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    stream.cancel()
+    wait_until_open(stub, 0)
+    assert collect(stub.Generate(request_of(digest, PROMPT, number=1), timeout=DEADLINE_S))
+
+
+def test_sigterm_ends_streams_with_what_they_have_and_waits_for_no_fetch():
+    with weight_sync_peer() as (peer, address), replica(address) as (process, stub):
+        first = manifest_of(seed=0, step=0)
+        serve_version(peer, stub, first, tensors_of(trainer_decoder("float32", 0)))
+        second = manifest_of(seed=1, step=1)
+        peer.versions[second.version.digest] = second, tensors_of(trainer_decoder("float32", 1))
+        peer.hold_fetch.set()
+        prepare = stub.PrepareWeights.future(pb.PrepareWeightsRequest(manifest=second), timeout=DEADLINE_S)
+        assert peer.fetching.wait(DEADLINE_S)
+        request = request_of(first.version.digest, PROMPT, samples=4, max_tokens=140)
+        stream = stub.Generate(request, timeout=DEADLINE_S)
+        chunks = [next(stream)]
         process.process.send_signal(signal.SIGTERM)
-        code, details = code_of(lambda: list(stream))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "continue elsewhere" in details
+        with pytest.raises(grpc.RpcError) as error:
+            chunks.extend(stream)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "continue elsewhere" in error.value.details()
         assert process.exit_code() == 0
         assert peer.deregistered.is_set()
+        peer.go_on.set()
+        assert code_of(prepare.result)[0] in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        # What arrived is a prefix of what an undisturbed replica samples, to the last flushed token.
+        driver = Driver()
+        driver.submit(PROMPT, samples=4, max_tokens=140)
+        expected = driver.run()
+        for trajectory_id, t in collect(chunks).items():
+            assert t["tokens"] == expected[trajectory_id.removeprefix("demo.")].tokens[: len(t["tokens"])]
 
 
 def test_a_fault_in_the_loop_ends_every_stream_and_the_process():
