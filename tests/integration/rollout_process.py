@@ -77,13 +77,13 @@ def weight_sync_peer() -> Iterator[tuple[Peer, str]]:
         server.stop(0).wait(5)
 
 
-class Replica:
+class Service:
     """One process; its log lines are read by a thread so that it never blocks on a full pipe."""
 
-    def __init__(self, weight_sync: str, **config) -> None:
-        words = [f"{k}={v}" for k, v in {"replica": "r0", "weight_sync": weight_sync, **config}.items()]
+    def __init__(self, name: str, **config) -> None:
+        words = [f"{k}={v}" for k, v in config.items()]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout", *words], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", f"services.{name}", *words], stderr=subprocess.PIPE, text=True
         )
         self.log: list[dict] = []
         self._lines: Queue[dict | None] = Queue()
@@ -105,7 +105,7 @@ class Replica:
                 line = self._lines.get(timeout=DEADLINE_S)
             except Empty:
                 raise AssertionError(f"no {event!r} within {DEADLINE_S} s, log: {self.log}") from None
-            assert line is not None, f"the replica ended before {event!r}, log: {self.log}"
+            assert line is not None, f"the process ended before {event!r}, log: {self.log}"
             self.log.append(line)
             if line["event"] == event:
                 return line
@@ -121,8 +121,8 @@ class Replica:
 
 
 @contextmanager
-def replica(weight_sync: str, **config) -> Iterator[tuple[Replica, RolloutEngineStub]]:
-    process = Replica(weight_sync, **config)
+def replica(weight_sync: str, **config) -> Iterator[tuple[Service, RolloutEngineStub]]:
+    process = Service("rollout", **{"replica": "r0", "weight_sync": weight_sync, **config})
     try:
         address = process.wait_for("ready")["address"]
         with rpc.channel(address) as channel:
