@@ -132,7 +132,7 @@ def throughput(data: ReportData) -> str:
 
 
 def step_time(data: ReportData) -> str:
-    """Seconds of each trainer phase, stacked."""
+    """Seconds of each trainer phase, stacked. The first step's wait, mostly for services to come up, would dwarf the rest."""
 
     def draw(axes: Axes) -> None:
         steps = data.summaries
@@ -140,6 +140,8 @@ def step_time(data: ReportData) -> str:
         bottom = np.zeros(len(x))
         for phase, colour in PHASES.items():
             seconds = np.array([_seconds(s.metrics.get("phases", {}).get(phase)) for s in steps])
+            if phase == "lease":
+                seconds[:1] = 0.0
             if seconds.any():
                 axes.bar(
                     x, seconds, bottom=bottom, color=colour, width=0.8, label="waiting" if phase == "lease" else phase
@@ -198,9 +200,8 @@ def drops(data: ReportData) -> str:
 
 def timeline(data: ReportData) -> str:
     """Who worked when: each replica's generation by the batch it was for, and the trainer's phases."""
-    begin = min(
-        [s.began for s in data.samples if s.began] + [t for s in data.summaries for t in _edges(s.metrics)], default=0.0
-    )
+    began = [s.began for s in data.samples if s.began is not None]
+    begin = min(began or [a for s in data.summaries for a, _ in s.metrics.get("phases", {}).values()], default=0.0)
     by_replica = _generation(data)
 
     def draw(axes: Axes) -> None:
@@ -212,13 +213,15 @@ def timeline(data: ReportData) -> str:
         row = len(names) - 1
         for step in data.summaries:
             for phase, (a, b) in step.metrics.get("phases", {}).items():
-                axes.broken_barh(
-                    [(a - begin, b - a)], (row - 0.36, 0.72), facecolors=PHASES.get(phase, GREY), linewidth=0
-                )
+                # The wait for the first batch began long before there was anything to sample.
+                a = max(a, begin)
+                colour = PHASES.get(phase, GREY)
+                axes.broken_barh([(a - begin, max(0.0, b - a))], (row - 0.36, 0.72), facecolors=colour, linewidth=0)
         axes.set_yticks(range(len(names)), names, color=INK)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("seconds")
+        axes.set_xlim(left=0)
         handles = [Patch(color=BLUE, label="generating, even batch"), Patch(color="#93b4f5", label="odd batch")]
         handles += [Patch(color=c, label="waiting for a batch" if p == "lease" else p) for p, c in PHASES.items()]
         axes.legend(
@@ -226,11 +229,6 @@ def timeline(data: ReportData) -> str:
         )
 
     return svg("timeline", draw, size=(11.6, 1.6 + 0.42 * (len(by_replica) + 1)))
-
-
-def _edges(metrics: object) -> list[float]:
-    phases = metrics.get("phases", {}) if hasattr(metrics, "get") else {}
-    return [a for a, _ in phases.values()]
 
 
 def _generation(data: ReportData) -> dict[str, dict[int, list[tuple[float, float]]]]:
