@@ -10,6 +10,7 @@ from services.trainer.config import TrainerConfig
 from services.weight_sync.config import WeightSyncConfig
 from shared.config import keys
 from shared.wire.run import RunConfig
+from timzero.envs import KINDS
 from timzero.job import EvaluationTable, LocalTable, SamplingTable
 
 TARGET = Path(__file__).with_name("configuration.md")
@@ -33,17 +34,19 @@ In Kubernetes set `enableServiceLinks: false`: a Service called `timzero-gateway
 `TIMZERO_GATEWAY_PORT=tcp://...` into the environment of every pod.
 """
 
+RUN = "`POST /v1/runs`, or the table `[run]` of a file for `timzero train`. The same for every service."
+
 SECTIONS = (
-    ("A run", "`POST /v1/runs`, or the table `[run]` of a file for `timzero train`. The same for every service; nothing here is "
-     "about a machine.", RunConfig),
+    ("A run", RUN, RunConfig),
     ("`timzero train`: `[sampling]`", "", SamplingTable),
     ("`timzero train`: `[evaluation]`", "", EvaluationTable),
     ("`timzero train`: `[local]`", "", LocalTable),
+    *((f'`timzero train`: `[environment]` with `type = "{name}"`', "", kind[0]) for name, kind in KINDS.items()),
     ("gateway", "", GatewayConfig),
     ("rollout", "", RolloutConfig),
     ("trainer", "", TrainerConfig),
     ("weight_sync", "", WeightSyncConfig),
-)  # fmt: skip
+)
 
 
 def table(cls: type) -> str:
