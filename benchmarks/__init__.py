@@ -1,0 +1,1 @@
+"""One module per claim: `python -m benchmarks.NAME [--out FILE]` checks correctness first, then times."""

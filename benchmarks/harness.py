@@ -1,0 +1,128 @@
+"""What every benchmark shares: records, the machine's name and versions, timing, the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass
+class Record:
+    """One measured number. `ratio` above 1 means that ours is better than `baseline`."""
+
+    bench: str
+    case: str
+    params: dict[str, Any]
+    mode: str
+    metric: str
+    value: float
+    unit: str
+    baseline: str | None = None
+    ratio: float | None = None
+    spread: list[float] | None = None
+    """[25th, 75th] percentile in the unit of `value`."""
+    machine: str = field(default_factory=lambda: machine())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    commit: str = field(default_factory=lambda: commit())
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        import triton
+
+        found |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return found
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> list[float]:
+        return [round(self.low, 2), round(self.high, 2)]
+
+
+def cuda_time(run: Callable[[], Any], *, warmup_ms: int = 3, rep_ms: int = 15) -> Timing:
+    """Device time with a cold L2 (triton's do_bench: events around every call)."""
+    import triton
+
+    ms = triton.testing.do_bench(run, warmup=warmup_ms, rep=rep_ms, quantiles=[0.5, 0.25, 0.75])
+    return Timing(*(1e3 * x for x in ms))
+
+
+def graph_time(runs: Sequence[Callable[[], Any]], *, repeats: int = 12) -> Timing:
+    """Device time of one call inside a replayed graph of several, each over buffers of its own: the data comes from memory
+    and the launch is not on the clock."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / len(runs))
+    quarters = statistics.quantiles(times, n=4)
+    return Timing(statistics.median(times), quarters[0], quarters[2])
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, help="JSON file for the records")
+    parser.add_argument("--only", nargs="*", help="sections to run")
+    return parser.parse_args()
+
+
+def save(records: list[Record], out: Path | None) -> None:
+    """Writes the records as a JSON list, one a line."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("[\n" + ",\n".join(json.dumps(asdict(r)) for r in records) + "\n]\n")
+
+
+def report(records: list[Record]) -> None:
+    """Prints the records as a table."""
+    table = Table(title=f"{records[0].bench} on {records[0].machine}" if records else "no records")
+    for column in ("case", "params", "mode", "metric", "value", "spread", "baseline", "ratio"):
+        table.add_column(column)
+    for r in records:
+        params = " ".join(f"{k}={v}" for k, v in r.params.items())
+        ratio = "" if r.ratio is None else f"{r.ratio:.2f}"
+        spread = "" if r.spread is None else " to ".join(f"{x:g}" for x in r.spread)
+        table.add_row(r.case, params, r.mode, r.metric, f"{r.value:,.5g} {r.unit}", spread, r.baseline or "", ratio)
+    Console(width=170).print(table)

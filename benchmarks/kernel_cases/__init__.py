@@ -1,0 +1,1 @@
+"""One module per operation, each with `check() -> records` and `time(limits) -> records`."""
