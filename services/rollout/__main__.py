@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import uuid
 
@@ -105,4 +106,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    # A thread that is still inside a kernel or a fetch would crash the interpreter's own way out.
+    os._exit(exit_code)

@@ -76,6 +76,10 @@ def samples_of(
     )
     if not message.samples:
         raise InvalidRequest("a call without samples; give at least one")
+    if len({s.trajectory_id for s in message.samples} - {""}) != len(message.samples):
+        raise InvalidRequest(
+            f"every sample needs a trajectory_id of its own, got {[s.trajectory_id for s in message.samples]}"
+        )
     prompt = _token_ids(message.prompt_token_ids, "prompt_token_ids", model.run.model.vocab_size)
     if not prompt:
         raise InvalidRequest("prompt_token_ids is empty; a prompt has at least one token")
@@ -91,8 +95,6 @@ def samples_of(
 def _sample(
     message: pb.Sample, request: GroupRequest, prompt: list[int], model: ServedModel, decode: Decode | None
 ) -> Sample:
-    if not message.trajectory_id:
-        raise InvalidRequest("a sample without trajectory_id")
     continued = _token_ids(message.token_ids, f"token_ids of {message.trajectory_id}", model.run.model.vocab_size)
     if len(continued) > request.sampling.max_tokens:
         raise InvalidRequest(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from queue import Empty, Queue
 
 import grpc
+import pytest
 
 from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
@@ -176,3 +177,9 @@ def collect(stream) -> dict[str, dict]:
         assert chunk.kv == "fresh"
         assert chunk.fingerprint
     return out
+
+
+def code_of(call) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return error.value.code(), error.value.details()
