@@ -19,7 +19,8 @@ import structlog
 
 from services.weight_sync.changes import Changes
 from services.weight_sync.config import WeightSyncConfig
-from services.weight_sync.registry import Action, Phase, Registry, Replica, ReplicaState
+from services.weight_sync.registry import Registry
+from services.weight_sync.replica import Action, Phase, Replica, ReplicaState
 from services.weight_sync.store import Store
 from shared.metrics import names
 from shared.metrics.server import metric
@@ -159,6 +160,7 @@ class Distributor:
     def _expire(self) -> None:
         for r in self._registry.expire(now=time.monotonic()):
             log.warning("replica lost: its lease ended", replica=r.name, incarnation=r.incarnation)
+            self._changes.fire()
 
     def _export(self) -> None:
         states = [self._registry.state(r) for r in self._registry.replicas.values()]

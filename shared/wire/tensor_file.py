@@ -5,9 +5,11 @@ The header is written here because the weights arrive in pieces; the `safetensor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shared.wire.pb.weight_sync_pb2 import Manifest, TensorEntry
-from shared.wire.tensors import ITEM_BYTES, RawTensor, raw_view
+from shared.wire.tensors import ITEM_BYTES, DigestMismatch, RawTensor, raw_view, verify
 
 WEIGHTS_FILE = "weights.safetensors"
 
@@ -87,6 +89,39 @@ def read_file(path: Path) -> dict[str, RawTensor]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
     return tensors
+
+
+def read_version(manifest: Manifest) -> dict[str, RawTensor]:
+    """Tensors of a version in a shared directory, every digest verified.
+
+    Raises: OSError when the file is not there, DigestMismatch when it holds something else.
+    """
+    path = uri_path(manifest.uri) / WEIGHTS_FILE
+    try:
+        tensors = read_file(path)
+    except ValueError as error:
+        raise DigestMismatch(str(path), "a whole safetensors file", str(error)) from error
+    verify(manifest, tensors)
+    return tensors
+
+
+def write_version(root: Path, manifest: Manifest, tensors: Mapping[str, RawTensor]) -> Path:
+    """Puts a version's file below a shared root unless it is there already, whole. Returns its directory."""
+    directory = version_directory(root, manifest)
+    path = directory / WEIGHTS_FILE
+    with contextlib.suppress(OSError, ValueError):
+        verify(manifest, read_file(path))
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{uuid.uuid4().hex}.tmp"
+    try:
+        write_file(temporary, manifest, tensors)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for parent in (directory, directory.parent, root):
+        fsync_directory(parent)
+    return directory
 
 
 def fsync_directory(path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,7 +26,7 @@ import tenacity
 from shared.wire import rpc, tensor_file
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
-from shared.wire.tensors import DigestMismatch, RawTensor, chunks, collect, verify
+from shared.wire.tensors import RawTensor, chunks, collect
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -94,7 +93,7 @@ class Publisher:
 
         def attempt(timeout_s: float) -> pb.Version:
             if self._directory is not None:
-                manifest.uri = _write(self._directory, manifest, tensors).as_uri()
+                manifest.uri = tensor_file.write_version(self._directory, manifest, tensors).as_uri()
             return self._stub.Publish(self._messages(manifest, tensors, epoch), **_call(timeout_s)).version
 
         return _retry(attempt, address=self._address, deadline_s=deadline_s)
@@ -143,7 +142,7 @@ def fetch(manifest: pb.Manifest, *, address: str, deadline_s: float) -> dict[str
     """
     if manifest.uri:
         with contextlib.suppress(OSError):
-            return _read(manifest)
+            return tensor_file.read_version(manifest)
     request = pb.FetchRequest(run=manifest.run, digest=manifest.version.digest)
     with rpc.channel(address) as channel:
         stub = WeightSyncStub(channel)
@@ -185,10 +184,17 @@ class ReplicaLink:
         """
         async with rpc.aio_channel(self._address) as channel:
             stub = WeightSyncStub(channel)
-            while not stop.is_set():
-                if await self._beat(stub):
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(stop.wait(), self._interval_s)
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                while not stop.is_set():
+                    beat = asyncio.create_task(self._beat(stub))
+                    await asyncio.wait((beat, stopping), return_when=asyncio.FIRST_COMPLETED)
+                    if not beat.done():
+                        beat.cancel()
+                    elif beat.result():
+                        await asyncio.wait((stopping,), timeout=self._interval_s)
+            finally:
+                stopping.cancel()
             if self.registered.is_set():
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Deregister(pb.DeregisterRequest(**self._key), timeout=REPLICA_RPC_TIMEOUT_S)
@@ -240,7 +246,7 @@ def _retry(attempt: Callable[[float], T], *, address: str, deadline_s: float) ->
     policy = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_transient),
         stop=lambda state: deadline_has_passed(state) or _is_damaged_again(state),
-        wait=tenacity.wait_exponential_jitter(initial=0.1, max=2.0),
+        wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0.0, 0.1),
         before_sleep=lambda state: log.warning(
             "weight_sync call failed, trying again", weight_sync=address, reason=_reason(state)
         ),
@@ -277,33 +283,3 @@ def _translated(error: Any, address: str) -> WeightSyncError:
             f"Start it with: python -m services.weight_sync host=... port=... ({details})"
         )
     return _ERRORS.get(code, WeightSyncError)(f"weight_sync at {address}: {code.name}: {details}")
-
-
-def _read(manifest: pb.Manifest) -> dict[str, RawTensor]:
-    """Raises OSError when the directory is not there, DigestMismatch when it holds something else."""
-    path = tensor_file.uri_path(manifest.uri) / tensor_file.WEIGHTS_FILE
-    try:
-        tensors = tensor_file.read_file(path)
-    except ValueError as error:
-        raise DigestMismatch(str(path), "a whole safetensors file", str(error)) from error
-    verify(manifest, tensors)
-    return tensors
-
-
-def _write(root: Path, manifest: pb.Manifest, tensors: Mapping[str, RawTensor]) -> Path:
-    """Puts the version's file into the shared directory unless it is there already, whole. Returns its directory."""
-    directory = tensor_file.version_directory(root, manifest)
-    path = directory / tensor_file.WEIGHTS_FILE
-    with contextlib.suppress(OSError, ValueError):
-        verify(manifest, tensor_file.read_file(path))
-        return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".{uuid.uuid4().hex}.tmp"
-    try:
-        tensor_file.write_file(temporary, manifest, tensors)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    for parent in (directory, directory.parent, root):
-        tensor_file.fsync_directory(parent)
-    return directory

@@ -9,24 +9,20 @@ from pathlib import Path
 import structlog
 
 from shared.wire.pb.weight_sync_pb2 import Manifest
-from shared.wire.tensor_file import WEIGHTS_FILE, read_file, uri_path
-from shared.wire.tensors import DigestMismatch, ManifestError, verify
+from shared.wire.tensor_file import WEIGHTS_FILE, read_version, uri_path
+from shared.wire.tensors import ManifestError
 
 log = structlog.get_logger()
 
 
 def check(manifest: Manifest) -> None:
     """Reads the whole file. Raises ManifestError when it can't be read here, DigestMismatch when it holds other bytes."""
-    path = uri_path(manifest.uri) / WEIGHTS_FILE
     try:
-        tensors = read_file(path)
+        read_version(manifest)
     except OSError as error:
         raise ManifestError(
-            f"cannot read {path}: {error}. Mount the trainer's directory here under the same path, or publish with grpc"
+            f"cannot read {manifest.uri}: {error}. Mount the trainer's directory here under the same path, or publish with grpc"
         ) from error
-    except ValueError as error:
-        raise DigestMismatch(str(path), "a whole safetensors file", str(error)) from error
-    verify(manifest, tensors)
 
 
 def sweep(manifests: Iterable[Manifest], *, run: str, oldest_step: int, keep: Iterable[Path]) -> None:
