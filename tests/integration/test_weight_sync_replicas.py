@@ -82,7 +82,7 @@ def test_a_replica_that_never_answers_prepare_is_ejected_holds_up_nobody_and_hea
             await watch(process.address, all_ready(0, ("a", "stalled")))
             assert stalled.num_aborts >= 1, "what a failed Prepare may have left is dropped"
 
-    with running(tmp_path) as process:
+    with running(tmp_path, *QUICK, "prepare_timeout_s=1.0") as process:
         asyncio.run(run(process))
 
 

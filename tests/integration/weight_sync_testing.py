@@ -29,7 +29,7 @@ from shared.wire.weights import Publisher, ReplicaLink, fetch
 
 DEADLINE_S = 30.0
 FINGERPRINT = "cpu-test"
-QUICK = ("heartbeat_s=0.2", "lease_s=1.5", "prepare_timeout_s=1.0", "commit_timeout_s=1.0", "abort_timeout_s=0.5",
+QUICK = ("heartbeat_s=0.2", "lease_s=3.0", "prepare_timeout_s=5.0", "commit_timeout_s=5.0", "abort_timeout_s=0.5",
          "retry_s=0.5")  # fmt: skip
 
 

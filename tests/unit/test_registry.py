@@ -6,15 +6,8 @@ import math
 
 import pytest
 
-from services.weight_sync.registry import (
-    Action,
-    Phase,
-    RefusedError,
-    Registry,
-    Replica,
-    ReplicaState,
-    UnknownReplicaError,
-)
+from services.weight_sync.registry import RefusedError, Registry, UnknownReplicaError
+from services.weight_sync.replica import Action, Phase, Replica, ReplicaState
 from services.weight_sync.versions import ConflictError, FencedError, Published, Version
 
 PREPARE, COMMIT, ABORT = Phase.PREPARE, Phase.COMMIT, Phase.ABORT
