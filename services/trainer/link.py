@@ -49,12 +49,14 @@ class Link:
     """Built on every rank; connected on rank 0.
 
     Args:
-        stop: set by SIGTERM.
+        config: where they are.
+        world: of ranks.
     """
 
-    def __init__(self, config: TrainerConfig, world: World, stop: threading.Event) -> None:
-        self._config, self._world, self._stop = config, world, stop
+    def __init__(self, config: TrainerConfig, world: World) -> None:
+        self._config, self._world, self._stop = config, world, threading.Event()
         self._epoch = 0
+        self._is_interruptible = False
         if world.is_leader:
             self._queue = TrainQueue.connect(config.redis_url)
             directory = Path(config.directory) if config.directory else None
@@ -64,6 +66,12 @@ class Link:
         if self._world.is_leader:
             self._queue.close()
             self._publisher.close()
+
+    def on_sigterm(self, *_: object) -> None:
+        """Signal handler. Waits see the event within a slice; a publish, which may wait for minutes, is broken off."""
+        self._stop.set()
+        if self._is_interruptible:
+            raise Stopping("SIGTERM")
 
     @property
     def epoch(self) -> int:
@@ -110,17 +118,26 @@ class Link:
 
         return [decode_group(data) for data in self._sliced(ask)]
 
-    def publish(self, manifest: Manifest | None, tensors: Mapping[str, RawTensor]) -> PolicyVersion:
+    def publish(
+        self, manifest: Manifest | None, tensors: Mapping[str, RawTensor], *, expected_digest: str
+    ) -> PolicyVersion:
         """Hand a version to weight_sync; under a new lineage where the step exists with other weights.
 
         Args:
             manifest, tensors: on rank 0.
+            expected_digest: of a version that was published before; empty for a new one.
 
-        Raises: Refused, weights.WeightSyncError.
+        Raises: Stopping, Refused, weights.WeightSyncError.
         """
 
         def ask() -> list[Any]:
             assert manifest is not None
+            if expected_digest not in ("", manifest.version.digest):
+                raise Refused(
+                    f"the newest checkpoint of run {manifest.run} does not hold the weights of version "
+                    f"{manifest.version.step} ({expected_digest}); move it away to go on from the one before"
+                )
+            log.debug("publishing", step=manifest.version.step, lineage=manifest.version.lineage)
             while True:
                 try:
                     v = self._publisher.publish(
@@ -134,16 +151,20 @@ class Link:
                         "new lineage", lineage=manifest.version.lineage, step=manifest.version.step, reason=str(error)
                     )
 
-        return PolicyVersion(*self._ask(ask))
+        return PolicyVersion(*self._ask_weight_sync(ask))
 
     def published(self, run: str) -> set[str]:
         """Digests of the versions that weight_sync holds."""
-        ask = lambda: [v.version.digest for v in self._publisher.versions(run)]  # noqa: E731
-        return set(self._ask(ask))
+        deadline_s = self._config.publish_deadline_s
+        return set(
+            self._ask_weight_sync(
+                lambda: [v.version.digest for v in self._publisher.versions(run, deadline_s=deadline_s)]
+            )
+        )
 
     def retain(self, run: str, oldest_step: int) -> None:
         """Versions below will not be asked for again."""
-        self._ask(
+        self._ask_weight_sync(
             lambda: self._publisher.retain(
                 run, oldest_step, epoch=self._epoch, deadline_s=self._config.publish_deadline_s
             )
@@ -161,10 +182,6 @@ class Link:
         """Raises RunEnded, Refused."""
         self._ask(lambda: self._queue.set_state(run, state, epoch=self._epoch, reason=reason, detail=detail))
 
-    def stop_requested(self) -> bool:
-        """Whether SIGTERM came, as rank 0 saw it."""
-        return self._ask(self._stop.is_set)
-
     def _sliced(self, ask: Callable[[], Any]) -> Any:
         """Asks until there is an answer. Raises Stopping."""
 
@@ -176,6 +193,20 @@ class Link:
         while (answer := self._ask(one)) is None:
             pass
         return answer
+
+    def _ask_weight_sync(self, ask: Callable[[], Any]) -> Any:
+        """Raises Stopping, Refused, weights.WeightSyncError."""
+
+        def interruptible() -> Any:
+            self._is_interruptible = True
+            try:
+                if self._stop.is_set():
+                    raise Stopping("SIGTERM")
+                return ask()
+            finally:
+                self._is_interruptible = False
+
+        return self._ask(interruptible)
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
         def translated() -> Any:

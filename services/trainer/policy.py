@@ -77,8 +77,8 @@ def shard(decoder: Decoder, world: World, dtype: torch.dtype) -> Decoder:
     # The root is resharded too: parameters that stay gathered after a gradient-free forward would outlive the next step.
     fully_shard(decoder, mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
     for module in decoder.modules():
-        if isinstance(module, FSDPModule):
-            # The loss carries its global denominator, so gradients add up instead of being averaged.
+        # The loss carries its global denominator, so gradients add up instead of being averaged (a world of one does neither).
+        if world.size > 1 and isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return decoder

@@ -6,6 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from prometheus_client import Histogram
+from torch import Tensor
+
 from services.trainer.batch import Batch, PolicyVersion
 from services.trainer.learner import StepResult
 from shared.metrics import names
@@ -67,9 +71,7 @@ def count_mismatch(run: str, result: StepResult) -> None:
     metric(names.TOP1_FLIPS).labels(run=run).inc(m.top1_flips)
     metric(names.NONFINITE).labels(run=run).inc(m.nonfinite)
     metric(names.TIM_MAX_DELTA).labels(run=run).set(m.delta.abs_max)
-    histogram = metric(names.TIM_DELTA).labels(run=run)
-    for delta in result.abs_delta_T.tolist():
-        histogram.observe(delta)
+    observe_all(metric(names.TIM_DELTA).labels(run=run), result.abs_delta_T)
 
 
 def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -> None:
@@ -88,10 +90,18 @@ def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -
         metric(spec).labels(run=run).set(row[key])
     for name, (start, end) in row["phases"].items():
         metric(names.STEP_SECONDS).labels(run=run, phase=name).observe(end - start)
-    histogram = metric(names.STALENESS_STEPS).labels(run=run)
-    for steps in result.staleness_T.tolist():
-        histogram.observe(steps)
+    observe_all(metric(names.STALENESS_STEPS).labels(run=run), result.staleness_T)
     metric(names.LAST_STEP_TIMESTAMP).labels(run=run).set(row["time"])
+
+
+def observe_all(histogram: Histogram, values: Tensor) -> None:
+    """`histogram.observe` of every finite value at once: a step has more tokens than a Python loop should visit."""
+    values = values[values.isfinite()]
+    bounds = torch.tensor(histogram._upper_bounds, dtype=torch.float64)
+    counts = torch.bincount(torch.searchsorted(bounds, values.double()), minlength=len(bounds))
+    for bucket, count in zip(histogram._buckets, counts.tolist(), strict=False):
+        bucket.inc(count)
+    histogram._sum.inc(float(values.double().sum()))
 
 
 def export_checkpoint(run: str, step: int) -> None:

@@ -134,7 +134,7 @@ class Session:
                 probe=self._probe,
                 probe_logprobs=logprobs,
             )
-        version = self._link.publish(manifest, tensors)
+        version = self._link.publish(manifest, tensors, expected_digest=copy.version.digest)
         learner.copies.name(version)
         self._board.set(lineage=version.lineage, manifest_digest=version.digest, step=self.step)
         log.info("published", run=self.config.run, step=version.step, lineage=version.lineage, digest=version.digest)

@@ -161,7 +161,7 @@ def test_cutting_micro_batches_otherwise_changes_no_logprob_and_hardly_a_gradien
     config = run_config(model, dtype="float32", lag=0, algorithm=algorithm)
     batch = first_batch(build_learner(config, world), lengths=[7, 2, 5, 1])
     results, cuts = [], []
-    for limit in (1, 50, 4096):
+    for limit in (1, 70, 4096):
         learner = build_learner(replace(config, micro_batch_tokens=limit), world)
         cut = batch_of(engine_of(learner, publish(learner, 0)), learner.config, 0, lengths=[7, 2, 5, 1])
         assert torch.equal(cut.rollout_T, batch.rollout_T)
@@ -280,11 +280,13 @@ def test_an_empty_batch_changes_nothing(model: Path, world: World) -> None:
 
 
 def test_it_learns(model: Path, world: World) -> None:
-    config = run_config(model, lag=0, prompts_per_step=4, samples_per_prompt=8, num_steps=12, optimizer=HOT)
+    config = run_config(
+        model, lag=0, prompts_per_step=4, samples_per_prompt=8, num_steps=8, optimizer=replace(HOT, lr=2e-2)
+    )
     learner = build_learner(config, world)
     engines = {0: engine_of(learner, publish(learner, 0))}
-    rewards = [r.metrics["reward_mean"] for r in train_steps(learner, range(12), engines, lengths=[3] * 8)]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
+    rewards = [r.metrics["reward_mean"] for r in train_steps(learner, range(8), engines, lengths=[3] * 8)]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
 
 
 def test_resume_gives_the_same_weights_after_the_next_steps(model: Path, world: World, tmp_path: Path) -> None:

@@ -159,13 +159,20 @@ async def _alarm(model: Path, services: tuple[str, str], run_dir: Path) -> None:
             assert record.reason == "mismatch"
             assert "tokens differ" in record.detail
             with Publisher(services[1]) as publisher:
-                assert [v.version.step for v in publisher.versions("alarm")] == [0], "the step has not left the trainer"
+                (initial,) = [v.version for v in publisher.versions("alarm")]
+                assert initial.step == 0, "the step has not left the trainer"
+                # Someone published other weights as step 1: what comes now can't have that name.
+                other = publisher.manifest("alarm", initial.digest)
+                tensors = fetch(other, address=services[1], deadline_s=30)
+                other.version.step = 1
+                publisher.publish(other, tensors, epoch=record.epoch, deadline_s=30)
             assert not (run_dir / "alarm" / "steps.jsonl").exists()
             await stage.store.set_run_state("alarm", RunState.RUNNING)
             stage.wait_state("alarm", RunState.COMPLETED)
             assert trainer.wait() == 0
         assert any(line["event"] == "training-inference mismatch" for line in trainer.log)
     (row,) = steps_of(run_dir, "alarm")
+    assert (row["policy_step"], row["lineage"]) == (1, 1)
     assert row["tim"]["differing_tokens"] > 0
     assert row["tim"]["abs_max"] > 0
 
@@ -185,9 +192,11 @@ def _with_flipped_bit(stage: Stage, engine: Engine) -> Engine:
     )
 
 
-def test_a_newer_trainer_fences_the_older_one_and_sigterm_ends_cleanly(
+def test_a_fence_a_stop_a_run_that_cannot_load_and_sigterm(
     model: Path, services: tuple[str, str], tmp_path: Path
 ) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     asyncio.run(_fence(model, services, tmp_path))
 
 
@@ -203,31 +212,20 @@ async def _fence(model: Path, services: tuple[str, str], run_dir: Path) -> None:
                 new.wait_for("run loaded")
                 await stage.store.set_run_state("fence", RunState.STOPPED, reason="operator")
                 assert new.wait_for("run ended")["state"] == "stopped"
+                await _fail_an_unloadable_run(stage, run_dir / "broken")
                 assert new.kill(signal.SIGTERM) == 0
                 assert new.log[-1]["event"] == "stopped"
 
 
-def test_a_model_that_cannot_be_loaded_fails_the_run_and_not_the_trainer(
-    services: tuple[str, str], tmp_path: Path
-) -> None:
-    asyncio.run(_unloadable(services, tmp_path))
+async def _fail_an_unloadable_run(stage: Stage, broken: Path) -> None:
+    await stage.store.create_run(config_of(broken, "broken"))
+    stage.wait_state("broken", RunState.FAILED)
+    record = await stage.store.get_run("broken")
+    assert record.reason == "model"
+    assert "gpt2" in record.detail
 
 
-async def _unloadable(services: tuple[str, str], run_dir: Path) -> None:
-    broken = run_dir / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    async with Stage(*services) as stage:
-        with stage.trainer(run_dir) as trainer:
-            await stage.store.create_run(config_of(broken, "broken"))
-            stage.wait_state("broken", RunState.FAILED)
-            record = await stage.store.get_run("broken")
-            assert record.reason == "model"
-            assert "gpt2" in record.detail
-            assert trainer.kill(signal.SIGTERM) == 0
-
-
-def test_a_lost_run_dir_is_refused_instead_of_training_twice(
+def test_a_lost_run_dir_is_refused_and_a_lost_weight_sync_is_filled_again(
     model: Path, services: tuple[str, str], tmp_path: Path
 ) -> None:
     asyncio.run(_lost(model, services, tmp_path))
@@ -245,7 +243,25 @@ async def _lost(model: Path, services: tuple[str, str], run_dir: Path) -> None:
         with stage.trainer(run_dir / "b") as trainer:
             assert trainer.wait() == EXIT_REFUSED
             assert "Give the run_dir that holds its checkpoints" in trainer.log[-1]["reason"]
+        await _restore_a_lost_weight_sync(stage, config, run_dir)
         await stage.store.set_run_state("lost", RunState.STOPPED)
+
+
+async def _restore_a_lost_weight_sync(stage: Stage, config: RunConfig, run_dir: Path) -> None:
+    """A weight_sync without its store gets every version back that a batch may still need, and SIGTERM waits for none."""
+    before = {step: stage.wait_version(config.run, step) for step in (0, 1)}
+    weight_sync = ["services.weight_sync", "port=0", f"data_dir={run_dir / 'weights'}"]
+    with Process(sys.executable, "-m", *weight_sync) as fresh:
+        address = f"127.0.0.1:{fresh.wait_for('ready')['port']}"
+        with stage.trainer(run_dir / "a", f"weight_sync={address}", "log_level=debug") as trainer:
+            trainer.wait_for("run loaded")
+            with Publisher(address) as publisher:
+                restored = {v.version.step: v.version.digest for v in publisher.versions(config.run)}
+            assert restored == {step: version.digest for step, version in before.items()}
+            fresh.kill()
+            await stage.serve_batch(config, 1)
+            trainer.wait_for("publishing", step=2)
+            assert trainer.kill(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow
