@@ -50,7 +50,10 @@ class Versions:
         """True when the epoch is a new one. Raises FencedError when it is an old one."""
         seen = self.epochs.get(run, 0)
         if epoch < seen:
-            raise FencedError(f"run {run} belongs to epoch {seen}, got {epoch}: another trainer has taken over")
+            raise FencedError(
+                f"run {run} belongs to epoch {seen}, got {epoch}: another trainer has taken over, or data_dir is that of "
+                "an earlier run of this name"
+            )
         self.epochs[run] = epoch
         return epoch > seen
 
