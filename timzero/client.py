@@ -18,9 +18,9 @@
 ...     evaluation["items"][0]["samples"][0]["text"]
 
 Every call has a deadline (`deadline_s`, default the client's `timeout_s`) within which transport errors and answers that
-the server calls retryable are tried again: with the Retry-After it names, and with an Idempotency-Key on POST, so that
-nothing happens twice. An answer that stays an error raises `ApiError` with the problem document. A Client may be used
-from several threads.
+the server calls retryable are tried again, with the Retry-After it names. Nothing happens twice by that: a POST carries an
+Idempotency-Key unless its own ids make it harmless to repeat. An answer that stays an error raises `ApiError` with the
+problem document. A Client may be used from several threads.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class Client:
                 msgpack_body={"items": items},
                 deadline_s=deadline_s,
                 retry_gate=False,
+                repeatable=True,
             )
         except ApiError as error:
             if error.code != "capacity-exhausted":
@@ -264,7 +265,9 @@ class Client:
     ) -> list[dict[str, Any]]:
         """Args: rewards: `{trajectory_id, source, value, revision?}`. Returns: one result per reward, `status` as of a PUT."""
         path = f"/v1/runs/{run}/rewards:batch"
-        response = self._request("POST", path, msgpack_body={"items": list(rewards)}, deadline_s=deadline_s)
+        response = self._request(
+            "POST", path, msgpack_body={"items": list(rewards)}, deadline_s=deadline_s, repeatable=True
+        )
         return _decoded(response)["items"]
 
     # evaluations
@@ -366,12 +369,17 @@ class Client:
         accept: str = "application/json",
         msgpack_body: Any = None,
         retry_gate: bool = True,
+        repeatable: bool = False,
         **kwargs: Any,
     ) -> httpx.Response:
-        """Raises ApiError, or httpx.TransportError when nothing answered before the deadline."""
+        """Args: repeatable: a POST that is harmless to repeat by its own ids, and so needs no Idempotency-Key, which a
+        gateway that dies in the middle would hold for a minute.
+
+        Raises: ApiError, or httpx.TransportError when nothing answered before the deadline.
+        """
         deadline = time.monotonic() + (self.timeout_s if deadline_s is None else deadline_s)
         headers = {"Accept": accept}
-        if method == "POST":
+        if method == "POST" and not repeatable:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         if msgpack_body is not None:
             headers["Content-Type"] = MSGPACK

@@ -180,6 +180,7 @@ class Driver:
                     sampling=self._sampling | {"temperature": 0.0},
                     version=version,
                     metadata={"name": name},
+                    deadline_s=self.stall_s,
                 )
                 return int(created["eval_id"])
             except ApiError as error:
