@@ -23,7 +23,8 @@ log = structlog.get_logger()
 def main() -> int:
     """Returns the exit code: 0 after SIGTERM or the last run, EXIT_REFUSED, EXIT_FAULT."""
     config = load_or_exit(TrainerConfig, service="trainer")
-    setup_logging("trainer", level=config.log_level)
+    # All ranks do the same; rank 0 tells of it.
+    setup_logging("trainer", level=config.log_level if os.environ.get("RANK", "0") == "0" else "warning")
     # cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

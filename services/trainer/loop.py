@@ -9,6 +9,8 @@ A crash between any two of these loses nothing: the step is trained again from t
 
 from __future__ import annotations
 
+import gc
+
 import structlog
 
 from services.trainer.config import TrainerConfig
@@ -55,24 +57,23 @@ def serve(service: TrainerConfig, link: Link, board: StatusBoard, world: World) 
         board.set(phase="waiting", run="")
         config = link.wait_for_run()
         try:
-            session = open_or_fail(config, service, link, board, world)
-            if session is not None:
-                train_run(session)
+            serve_run(config, service, link, board, world)
         except RunEnded as ended:
             log.info("run ended", run=config.run, state=str(ended))
         board.set(phase="completed")
         if service.exit_when_done:
             return
+        # The model's modules refer to one another: without this the next run's would be loaded beside them.
+        gc.collect()
 
 
-def open_or_fail(
-    config: RunConfig, service: TrainerConfig, link: Link, board: StatusBoard, world: World
-) -> Session | None:
-    """A session; None when the run itself is impossible and was marked failed."""
+def serve_run(config: RunConfig, service: TrainerConfig, link: Link, board: StatusBoard, world: World) -> None:
+    """Load a run and train it; a run whose model no trainer could load is marked failed."""
     try:
-        return open_session(config, service, link, board, world)
+        session = open_session(config, service, link, board, world)
     except UnusableModel as error:
         log.error("run failed", run=config.run, reason=str(error))
         link.take_over(config.run, next_step=link.durable_step(config.run))
         link.set_state(config.run, RunState.FAILED, reason="model", detail=str(error))
-        return None
+        return
+    train_run(session)
