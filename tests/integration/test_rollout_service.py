@@ -174,11 +174,14 @@ def test_abort_ends_samples_with_what_they_have(version0):
 
 def test_a_client_that_goes_away_takes_its_samples_with_it(version0):
     _, _, stub, digest = version0
+    before = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).num_sampled_tokens
     stream = stub.Generate(request_of(digest, PROMPT, samples=4, max_tokens=140), timeout=DEADLINE_S)
     next(stream)
     stream.cancel()
     wait_until_open(stub, 0)
-    assert stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).kv_usage == 0
+    status = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S)
+    assert status.kv_usage == 0
+    assert status.num_sampled_tokens - before < 4 * 140, "they were not sampled to their end"
 
 
 def test_score_gives_the_trainers_bits(version0):

@@ -89,6 +89,24 @@ def test_a_free_page_that_was_released_longest_ago_is_taken_first():
     assert len(pool.lookup(sequence([4, 5, 6]))) == 1
 
 
+def test_the_end_of_a_prefix_is_taken_before_its_beginning():
+    pool = PagePool(num_pages=4, page_size=2)
+    pool.release(computed(pool, [1, 2, 3, 4, 5]))
+    # One page was never used, one held a half-filled tail, and the third to go is [3, 4].
+    admitted(pool, [9, 9, 9, 9, 9])
+    assert len(pool.lookup(sequence([1, 2, 3, 4, 5]))) == 1
+
+
+def test_only_a_page_that_a_lookup_can_reach_is_cached():
+    pool = PagePool(num_pages=8, page_size=2)
+    first, second = admitted(pool, [1, 2, 3, 4, 5]), admitted(pool, [1, 2, 7, 8, 9])
+    pool.advance(first, 5)
+    pool.advance(second, 5)
+    assert second.pages[0] != first.pages[0], "both computed it, unaware of each other"
+    assert pool.lookup(sequence([1, 2, 7, 8, 9])) == first.pages[:1]
+    assert pool.num_cached == 2
+
+
 def test_a_younger_sequence_is_told_that_its_prefix_is_coming_and_an_older_one_is_not():
     pool = PagePool(num_pages=8, page_size=2)
     admitted(pool, [1, 2, 3, 4, 5], arrival=5)
