@@ -63,7 +63,7 @@ async def serve(config: RolloutConfig) -> int:
         return await _until_over(stop, registration, service)
     finally:
         stop.set()
-        await rpc.set_health(health, serving=False)
+        await health.enter_graceful_shutdown()
         await asyncio.wait([registration], timeout=REPLICA_RPC_TIMEOUT_S)
         if not await asyncio.to_thread(loop.stop, config.shutdown_s):
             log.error("the engine's last step did not end", waited_s=config.shutdown_s)

@@ -72,7 +72,8 @@ class Engine:
         self.counters = Counters()
         self.doubt = ""
         """Why the weights held may not be sampled from; empty when they may."""
-        self.is_draining = False
+        self.is_leaving = False
+        """Whether a commit waits; until it is done nothing new may enter under the old version."""
         self._runner: ModelRunner | None = None
         self._num_arrivals = 0
         self._outputs = Outputs()
@@ -94,9 +95,13 @@ class Engine:
         outputs, self._outputs = self._outputs, Outputs()
         return outputs
 
-    def submit(self, samples: list[Sample]) -> None:
-        """Puts a group in line. Raises Refused, and then nothing of it is in line."""
-        self._require_room(len(samples), samples[0].request.manifest_digest)
+    def submit(self, samples: list[Sample], model: ServedModel) -> None:
+        """Puts a group in line. Raises Refused, and then nothing of it is in line.
+
+        Args:
+            model: the one that the request was checked against; it may have been replaced since.
+        """
+        self._require_room(len(samples), model)
         for sample in samples:
             self._enqueue(sample)
             # A continuation may be at its end already.
@@ -104,9 +109,9 @@ class Engine:
             if reason is not None:
                 self._end(sample, reason)
 
-    def submit_scoring(self, scorings: list[Scoring], manifest_digest: str) -> None:
+    def submit_scoring(self, scorings: list[Scoring], model: ServedModel) -> None:
         """Puts sequences in line whose logprobs are wanted, through the same steps as everything else. Raises Refused."""
-        self._require_room(len(scorings), manifest_digest)
+        self._require_room(len(scorings), model)
         for scoring in scorings:
             self._enqueue(scoring)
 
@@ -188,12 +193,12 @@ class Engine:
             elif isinstance(seq, Scoring):
                 seq.done.set_exception(OtherVersion(reason))
 
-    def _require_room(self, num_sequences: int, manifest_digest: str) -> None:
-        held = self.model.version.digest if self.model else "no version"
-        if manifest_digest != held:
-            raise OtherVersion(f"the replica holds {held}, asked for {manifest_digest}")
-        if self.doubt or self.is_draining:
-            raise OtherVersion(self.doubt or "the replica drains, to take another version")
+    def _require_room(self, num_sequences: int, model: ServedModel) -> None:
+        held = self.model
+        if held is None or (held.run, held.version.digest) != (model.run, model.version.digest):
+            raise OtherVersion(f"the replica holds {held and held.version}, asked for {model.version}")
+        if self.doubt or self.is_leaving:
+            raise OtherVersion(self.doubt or "the replica is about to take another version")
         num_open = len(self.scheduler.waiting) + len(self.scheduler.running)
         limit = self.config.max_open_samples
         if num_sequences > limit:

@@ -96,20 +96,27 @@ class EngineLoop:
         done: Future[CommitResult] = Future()
 
         def begin() -> None:
-            self._give_up(GivenUp("another Commit came while the replica drained"))
+            if done.cancelled():
+                return
+            self._give_up(GivenUp("another Commit came first"))
             self._commit = Commit(model, is_drain, done)
-            self.engine.is_draining = is_drain
+            self.engine.is_leaving = True
 
         def hand_on(begun: Future[None]) -> None:
-            if error := begun.exception():
-                done.set_exception(error)
+            if (error := begun.exception()) is not None:
+                _refuse(done, error)
 
         self.call(begin).add_done_callback(hand_on)
         return done
 
-    def give_up_commit(self, reason: str) -> None:
-        """Takes back a commit that still waits for the replica to drain."""
-        self.call(lambda: self._give_up(GivenUp(reason)))
+    def give_up_commit(self, digest: str) -> None:
+        """Takes back a commit of this version (of any, if empty) that still waits for the replica to drain."""
+
+        def give_up() -> None:
+            if self._commit is not None and digest in ("", self._commit.model.version.digest):
+                self._give_up(GivenUp("AbortWeights came while the replica drained"))
+
+        self.call(give_up)
 
     def run(self) -> None:
         """Steps while there is work.
@@ -137,14 +144,14 @@ class EngineLoop:
 
     def _swap(self, commit: Commit) -> None:
         self._commit = None
-        self.engine.is_draining = False
+        self.engine.is_leaving = False
         self._execute(commit.done, lambda: self.engine.swap(commit.model))
 
     def _give_up(self, reason: Refused) -> None:
         commit, self._commit = self._commit, None
-        self.engine.is_draining = False
-        if commit is not None and commit.done.set_running_or_notify_cancel():
-            commit.done.set_exception(reason)
+        self.engine.is_leaving = False
+        if commit is not None:
+            _refuse(commit.done, reason)
 
     def _execute(self, future: Future[T], function: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -171,7 +178,12 @@ class EngineLoop:
         with self._wake:
             self._is_stopping = True
         for future, _ in self._commands:
-            future.set_exception(ShuttingDown(STOPPED))
+            _refuse(future, ShuttingDown(STOPPED))
         self._give_up(ShuttingDown(STOPPED))
         self._deliver(self.engine.take_outputs())
         self._on_end(fault)
+
+
+def _refuse(future: Future, error: BaseException) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -49,9 +49,9 @@ class Meters:
         metric(names.KERNELS).labels(role="rollout").info(model.numerics.ops.describe())
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)
 
-    def committed(self, model: ServedModel, result: CommitResult, seconds: float) -> None:
+    def committed(self, model: ServedModel, result: CommitResult) -> None:
         metric(names.POLICY_STEP).labels(role="rollout", member=self._replica).set(model.version.step)
-        metric(names.WEIGHT_SYNC_SECONDS).labels(phase="commit").observe(seconds)
+        metric(names.WEIGHT_SYNC_SECONDS).labels(phase="commit").observe(result.pause_s)
         metric(names.PARITY_MISMATCH).labels(replica=self._replica).inc(result.probe_differing)
 
     def failed(self, phase: str) -> None:

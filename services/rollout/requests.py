@@ -68,7 +68,6 @@ def samples_of(
     if (message.run, message.manifest_digest) != held:
         raise OtherVersion(f"the replica holds {held}, asked for {(message.run, message.manifest_digest)}")
     request = GroupRequest(
-        manifest_digest=message.manifest_digest,
         seed=message.seed,
         prompt_number=message.prompt_number,
         sampling=sampling,

@@ -29,6 +29,10 @@ class Full(Refused):
     """The waiting line has no room."""
 
 
+class BadManifest(Refused):
+    """The manifest contradicts itself, or describes a model or a run that this build does not know."""
+
+
 class UnservableRun(Refused):
     """This process may not serve the run: its cache, its kernels or its build don't fit. Another one may."""
 
@@ -45,7 +49,6 @@ class ShuttingDown(Refused):
 class GroupRequest:
     """What all samples of one Generate call have in common."""
 
-    manifest_digest: str
     seed: int
     prompt_number: int
     sampling: SamplingParams

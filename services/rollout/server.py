@@ -18,6 +18,7 @@ from services.rollout.loop import STOPPED, EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.requests import chunk_message, samples_of, sampling_of, scorings_of, tokenizer_decode
 from services.rollout.samples import (
+    BadManifest,
     Full,
     GivenUp,
     InvalidRequest,
@@ -51,6 +52,7 @@ class EngineEnded(Exception):
 
 _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (BadManifest, grpc.StatusCode.INVALID_ARGUMENT),
     (OtherVersion, grpc.StatusCode.FAILED_PRECONDITION),
     (GivenUp, grpc.StatusCode.ABORTED),
     (UnservableRun, grpc.StatusCode.FAILED_PRECONDITION),
@@ -60,9 +62,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (DigestMismatch, grpc.StatusCode.DATA_LOSS),
     (UnknownVersion, grpc.StatusCode.NOT_FOUND),
     (WeightSyncError, grpc.StatusCode.UNAVAILABLE),
-    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
 )
-"""First match; DigestMismatch is a ValueError."""
 _ANSWERED = tuple(kind for kind, _ in _CODES)
 
 
@@ -134,8 +134,9 @@ class RolloutService(RolloutEngineServicer):
         samples: list[Sample] = []
         self._streams.add(stream)
         try:
-            samples = await self._samples(request, stream)
-            await self._in_loop(lambda: self._engine.submit(samples))
+            model = self._model
+            samples = await self._samples(request, model, stream)
+            await self._in_loop(lambda: self._engine.submit(samples, model))
             async for chunk in stream.chunks(len(samples)):
                 yield chunk_message(chunk, self._model.numerics.fingerprint)
         except _ANSWERED as error:
@@ -157,7 +158,7 @@ class RolloutService(RolloutEngineServicer):
             model = self._model
             scorings = scorings_of(request, model, kv_capacity_tokens=self._config.kv_capacity_tokens)
             pending = [s for s in scorings if s.targets]
-            await self._in_loop(lambda: self._engine.submit_scoring(pending, model.version.digest))
+            await self._in_loop(lambda: self._engine.submit_scoring(pending, model))
             try:
                 await asyncio.gather(*(asyncio.wrap_future(s.done) for s in pending))
             finally:
@@ -192,13 +193,11 @@ class RolloutService(RolloutEngineServicer):
     async def CommitWeights(
         self, request: pb.CommitWeightsRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitWeightsReply:
-        begin = time.monotonic()
         try:
             result = await self._staging.commit(request.manifest_digest, mode=request.mode, on_commit=self._committed)
         except _ANSWERED as error:
             self._meters.failed("commit")
             await _abort(context, error)
-        self._meters.committed(self._model, result, time.monotonic() - begin)
         return pb.CommitWeightsReply(
             manifest_digest=result.digest,
             probe_tokens=result.probe_tokens,
@@ -242,6 +241,7 @@ class RolloutService(RolloutEngineServicer):
     def _committed(self, result: CommitResult) -> None:
         model, doubt = self._model, self._engine.doubt
         self._link.manifest_digest = result.digest
+        self._meters.committed(model, result)
         update = rpc.set_health(self._health, serving=not doubt, service=HEALTH_SERVICE)
         self._health_update = asyncio.create_task(update)
         write = log.error if doubt else log.info
@@ -255,8 +255,7 @@ class RolloutService(RolloutEngineServicer):
             doubt=doubt,
         )
 
-    async def _samples(self, request: pb.GenerateRequest, stream: Stream) -> list[Sample]:
-        model = self._model
+    async def _samples(self, request: pb.GenerateRequest, model: ServedModel, stream: Stream) -> list[Sample]:
         sampling = sampling_of(request)
         return samples_of(
             request,

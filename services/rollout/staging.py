@@ -36,13 +36,13 @@ class Staging:
     async def prepare(self, manifest: Manifest, *, timeout_s: float) -> ServedModel:
         """Brings a version into staging; what was staged before is dropped. Returns at once if the replica has its weights.
 
-        Raises: ValueError, UnservableRun, GivenUp, and what `fetch` raises.
+        Raises: BadManifest, UnservableRun, GivenUp, and what `fetch` raises.
         """
         digest = manifest.version.digest
         begin = time.monotonic()
         async with self._lock:
             run = ServedRun.of(manifest)
-            self._require_room(run, manifest)
+            self._require_room(run)
             numerics = await self._numerics_for(run)
             if run.config.numerics == "exact" and manifest.fingerprint != numerics.fingerprint:
                 raise UnservableRun(
@@ -100,7 +100,7 @@ class Staging:
             self._coming[1].set_exception(GivenUp(f"version {self._coming[0]} was given up while it was fetched"))
         if digest in ("", self.staged_digest):
             self.staged = None
-            self._loop.give_up_commit("AbortWeights came while the replica drained")
+        self._loop.give_up_commit(digest)
 
     async def _numerics_for(self, run: ServedRun) -> Numerics:
         key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)
@@ -112,13 +112,10 @@ class Staging:
         tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=timeout_s)
         return build_model(manifest, run, numerics, tensors)
 
-    def _require_room(self, run: ServedRun, manifest: Manifest) -> None:
+    def _require_room(self, run: ServedRun) -> None:
         capacity = self._config.kv_capacity_tokens
         if capacity < run.config.max_model_len:
             raise UnservableRun(
                 f"the KV cache holds {capacity} tokens, one sequence of run {run.config.run} may have "
                 f"{run.config.max_model_len}; raise kv_cache_tokens"
             )
-        longest = max((len(ids) // 4 for ids in manifest.probe_token_ids), default=0)
-        if longest > run.config.max_model_len:
-            raise ValueError(f"a probe of {longest} tokens exceeds max_model_len {run.config.max_model_len}")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.samples import UnservableRun, Version
-from shared.config import ConfigError, structure
+from services.rollout.samples import BadManifest, UnservableRun, Version
+from shared.config import structure
 from shared.kernels import InexactKernelError, Ops, build_ops, fingerprint, self_check
 from shared.models import Decoder, ModelConfig, named_weights
 from shared.wire.pb.weight_sync_pb2 import Manifest
@@ -30,16 +30,19 @@ class ServedRun:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ServedRun:
-        """Raises ValueError when the manifest contradicts itself or describes a model that the decoder does not compute."""
-        check_manifest(manifest)
+        """Raises BadManifest."""
         try:
+            check_manifest(manifest)
             config = structure(RunConfig, json.loads(manifest.run_config_json))
             model = ModelConfig.from_hf(json.loads(manifest.model_config_json))
-        except (ConfigError, KeyError, TypeError) as error:
-            raise ValueError(f"manifest of run {manifest.run}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadManifest(f"manifest of run {manifest.run}: {error}") from error
         names = {e.dtype for e in manifest.tensors}
         if len(names) != 1 or not names <= DTYPES.keys():
-            raise ValueError(f"all weights must have one dtype of {', '.join(DTYPES)}, got {', '.join(sorted(names))}")
+            raise BadManifest(f"all weights must have one dtype of {', '.join(DTYPES)}, got {', '.join(sorted(names))}")
+        longest = max((len(ids) // 4 for ids in manifest.probe_token_ids), default=0)
+        if longest > config.max_model_len:
+            raise BadManifest(f"a probe of {longest} tokens exceeds max_model_len {config.max_model_len}")
         return cls(config, model, DTYPES[names.pop()])
 
 
@@ -84,7 +87,7 @@ class ServedModel:
 def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors: dict[str, RawTensor]) -> ServedModel:
     """Copies verified bytes into a decoder of its own.
 
-    Raises ValueError when names or shapes are not the model's.
+    Raises BadManifest when names or shapes are not the model's.
     """
     with torch.device("meta"):
         decoder = Decoder(run.model, numerics.ops)
@@ -92,7 +95,7 @@ def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors:
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"the tensors of run {manifest.run} do not fit its model config: {error}") from error
+        raise BadManifest(f"the tensors of run {manifest.run} do not fit its model config: {error}") from error
     decoder.requires_grad_(False).eval()
     head32 = decoder.head_weight.float() if run.config.numerics == "exact" else None
     return ServedModel(manifest, run, numerics, decoder, head32)

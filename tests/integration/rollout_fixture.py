@@ -175,9 +175,7 @@ class Driver:
         **params,
     ) -> list[str]:
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, **params)
-        request = GroupRequest(
-            manifest_digest=self.digest, seed=seed, prompt_number=number, sampling=sampling, stream=None
-        )
+        request = GroupRequest(seed=seed, prompt_number=number, sampling=sampling, stream=None)
         group = []
         for index in range(samples):
             tokens = (continued or {}).get(index, [])
@@ -193,7 +191,7 @@ class Driver:
                     stop_rule=StopRule(sampling, decode),
                 )
             )
-        self.engine.submit(group)
+        self.engine.submit(group, self.engine.model)
         for sample in group:
             self.samples[sample.trajectory_id] = sample
             self.results[sample.trajectory_id] = Result()

@@ -1,0 +1,147 @@
+"""The engine loop's own promises: commands in order, nothing enters a version that is being left, faults reach everyone."""
+
+import threading
+
+import pytest
+
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import Engine
+from services.rollout.loop import EngineLoop
+from services.rollout.meters import Meters
+from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, ShuttingDown
+from services.rollout.stopping import StopRule
+from shared.wire.types import SamplingParams
+from tests.integration.rollout_fixture import manifest_of, served_model
+
+DEADLINE_S = 60
+
+
+class Harness:
+    """A running loop, held at its first command until `go`."""
+
+    def __init__(self) -> None:
+        self.chunks, self.failures = [], []
+        self.ended: list[BaseException | None] = []
+        self.over = threading.Event()
+        self.loop = EngineLoop(Engine(RolloutConfig()), Meters("loop-test"), deliver=self._deliver, on_end=self._end)
+        self.models = [served_model(manifest_of(seed=v, step=v), seed=v) for v in range(2)]
+        self.loop.start()
+        self.loop.commit(self.models[0], is_drain=False).result(DEADLINE_S)
+
+    def _deliver(self, outputs) -> None:
+        self.chunks += outputs.chunks
+        self.failures += outputs.failures
+
+    def _end(self, fault) -> None:
+        self.ended.append(fault)
+        self.over.set()
+
+    def hold(self) -> threading.Event:
+        go, held = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            held.set()
+            assert go.wait(DEADLINE_S)
+
+        self.loop.call(wait)
+        assert held.wait(DEADLINE_S)
+        return go
+
+    def submit(self, model, *, max_tokens=5):
+        sampling = SamplingParams(max_tokens=max_tokens)
+        sample = Sample(
+            arrival=0,
+            token_ids=[1, 2, 3],
+            request=GroupRequest(seed=0, prompt_number=0, sampling=sampling, stream=None),
+            trajectory_id="t",
+            sample_index=0,
+            num_prompt_tokens=3,
+            num_continued_tokens=0,
+            stop_rule=StopRule(sampling),
+        )
+        return sample, self.loop.call(lambda: self.loop.engine.submit([sample], model))
+
+
+@pytest.fixture
+def harness():
+    h = Harness()
+    yield h
+    h.loop.stop(DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_drain", [False, True])
+def test_a_request_behind_a_commit_does_not_enter_the_version_that_is_left(harness, is_drain):
+    go = harness.hold()
+    before = harness.submit(harness.models[0])
+    commit = harness.loop.commit(harness.models[1], is_drain=is_drain)
+    behind = harness.submit(harness.models[0])
+    go.set()
+    assert commit.result(DEADLINE_S).probe_differing == 0
+    before[1].result(DEADLINE_S)
+    with pytest.raises(OtherVersion, match="about to take another version"):
+        behind[1].result(DEADLINE_S)
+    with pytest.raises(OtherVersion, match="the replica holds"):
+        harness.submit(harness.models[0])[1].result(DEADLINE_S)
+    harness.submit(harness.models[1])[1].result(DEADLINE_S)
+
+
+def test_a_commit_gives_up_one_that_still_drains(harness):
+    go = harness.hold()
+    harness.submit(harness.models[0], max_tokens=150)
+    first = harness.loop.commit(harness.models[1], is_drain=True)
+    second = harness.loop.commit(harness.models[1], is_drain=False)
+    go.set()
+    with pytest.raises(GivenUp, match="another Commit"):
+        first.result(DEADLINE_S)
+    assert second.result(DEADLINE_S).digest == harness.models[1].version.digest
+
+
+def test_a_caller_that_no_longer_waits_takes_its_drain_back(harness):
+    go = harness.hold()
+    harness.submit(harness.models[0], max_tokens=150)
+    commit = harness.loop.commit(harness.models[1], is_drain=True)
+    commit.cancel()
+    go.set()
+    _, entered = harness.submit(harness.models[0])
+    entered.result(DEADLINE_S)
+    assert harness.loop.engine.model is harness.models[0]
+
+
+def test_giving_up_another_version_leaves_a_drain_alone(harness):
+    go = harness.hold()
+    harness.submit(harness.models[0])
+    commit = harness.loop.commit(harness.models[1], is_drain=True)
+    harness.loop.give_up_commit("some other digest")
+    go.set()
+    assert commit.result(DEADLINE_S).digest == harness.models[1].version.digest
+
+
+def test_stop_ends_open_samples_and_refuses_what_comes(harness):
+    go = harness.hold()
+    sample, _ = harness.submit(harness.models[0], max_tokens=150)
+    go.set()
+    assert harness.loop.stop(DEADLINE_S)
+    assert harness.over.wait(DEADLINE_S)
+    assert harness.ended == [None]
+    assert [f.sample for f in harness.failures] == [sample]
+    with pytest.raises(ShuttingDown):
+        harness.submit(harness.models[0])[1].result(DEADLINE_S)
+
+
+def test_a_fault_ends_the_loop_and_everything_that_waits_for_it(harness):
+    go = harness.hold()
+
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    failing = harness.loop.call(fail)
+    waiting = harness.loop.call(lambda: None)
+    commit = harness.loop.commit(harness.models[1], is_drain=True)
+    go.set()
+    with pytest.raises(MemoryError):
+        failing.result(DEADLINE_S)
+    for future in (waiting, commit):
+        with pytest.raises(ShuttingDown):
+            future.result(DEADLINE_S)
+    assert harness.over.wait(DEADLINE_S)
+    assert isinstance(harness.ended[0], MemoryError)
