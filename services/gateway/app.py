@@ -15,7 +15,7 @@ from sse_starlette import EventSourceResponse
 from services.gateway import answers, evals, events, prompts, runs, schemas, trajectories, views
 from services.gateway.bodies import BodyRoute, reply, wants_msgpack
 from services.gateway.context import Gateway
-from services.gateway.problems import Problem, ProblemDocument, responses
+from services.gateway.problems import Problem, ProblemDocument, event_stream, responses
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.run import RunConfig, RunState
 from shared.wire.types import State
@@ -27,6 +27,8 @@ TrajectoryId = Annotated[str, Path(max_length=256)]
 Cursor = Annotated[str, Query(max_length=64, description="`next_cursor` of the page before")]
 Place = Annotated[str, Query(pattern=r"^[0-9]{0,12}$", description="`next_cursor` of the page before")]
 Limit = Annotated[int, Query(ge=1, le=256)]
+
+_EVENT_DATA = {"contentMediaType": "application/json", "contentSchema": {"$ref": "#/components/schemas/StreamEvent"}}
 
 
 def require(scope: str) -> Any:
@@ -131,7 +133,7 @@ async def list_trajectories(
 
 @read.get("/runs/{run}/trajectories/stream", tags=["trajectories"],
           responses={200: {"description": "Server-sent events; `data` of each is a StreamEvent",
-                           "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+                           "content": event_stream(_EVENT_DATA)},
                      **responses("streams-exhausted", "shutting-down")}, response_class=EventSourceResponse)  # fmt: skip
 async def stream_events(
     request: Request,

@@ -16,14 +16,14 @@ from services.gateway import openai_schemas as api
 from services.gateway.app import gateway_of, require
 from services.gateway.bodies import BodyRoute, reply
 from services.gateway.choices import ChatWriter, CompletionWriter, Writer
-from services.gateway.problems import Problem, responses
+from services.gateway.problems import Problem, event_stream, responses
 from services.gateway.schemas import PromptText
 from shared.wire.records import RunRecord
 
 router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["openai"])
 writes, reads = [require("prompts:write")], [require("trajectories:read")]
 _ANSWERS = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"content": event_stream({"description": "JSON of a chunk; the last is [DONE]"})},
     **responses(
         "version-unknown", "not-ready", "generation-failed", "deadline-exceeded", "idempotency-in-progress", openai=True
     ),

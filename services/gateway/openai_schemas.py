@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.gateway.answers import Answer, RawBytes, VersionName
-from services.gateway.schemas import MAX_TOKENS_LIMIT, Body, Message
+from services.gateway.schemas import MAX_TOKENS_LIMIT, Body, Message, check_prefill
 from shared.wire.types import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)]
@@ -70,6 +70,11 @@ class ChatBody(Generation):
     logprobs: bool = False
     top_logprobs: Literal[0] | None = Field(default=None, description="Alternatives are not recorded")
     continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _prefill(self) -> ChatBody:
+        check_prefill(self.messages, self.continue_final_message)
+        return self
 
 
 class Usage(Answer):

@@ -180,6 +180,12 @@ def _pointer(loc: Iterable[Any]) -> str:
     return "".join(f"/{part}" for part in loc)
 
 
+def event_stream(data: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI content of a stream of server-sent events. Args: data: what its `data`, a text, is further."""
+    fields = {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string", **data}}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": fields, "required": ["data"]}}}
+
+
 def responses(*codes: str, openai: bool = False) -> dict[int | str, dict[str, Any]]:
     """OpenAPI `responses` for these codes and for those that every route may answer."""
     everywhere = ("malformed-request", "unauthenticated", "forbidden", "not-found", "method-not-allowed", "body-timeout",

@@ -78,6 +78,13 @@ class Sampling(Body):
         )
 
 
+def check_prefill(messages: list[Message] | None, continue_final_message: bool | None) -> None:
+    if continue_final_message is not None and messages is None:
+        raise PydanticCustomError("prefill", "continue_final_message needs messages")
+    if continue_final_message and messages and messages[-1].role != "assistant":
+        raise PydanticCustomError("prefill", "continue_final_message needs a last message of role assistant")
+
+
 class PromptText(Body):
     """Exactly one of `prompt`, `messages`, `prompt_token_ids`."""
 
@@ -102,10 +109,7 @@ class PromptText(Body):
                 "give exactly one of prompt, messages, prompt_token_ids; got {given}",
                 {"given": ", ".join(given) or "none"},
             )
-        if self.continue_final_message is not None and self.messages is None:
-            raise PydanticCustomError("prefill", "continue_final_message needs messages")
-        if self.continue_final_message and self.messages and self.messages[-1].role != "assistant":
-            raise PydanticCustomError("prefill", "continue_final_message needs a last message of role assistant")
+        check_prefill(self.messages, self.continue_final_message)
         return self
 
 

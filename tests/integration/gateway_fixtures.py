@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# Before transformers is imported: a test asks no hub for a model of a random name.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import httpx
 import pytest
