@@ -18,6 +18,7 @@ from services.rollout.kv_cache import PagePool
 from services.rollout.runner import ModelRunner
 from services.rollout.samples import Full, InvalidRequest, OtherVersion, Sample, SampleChunk, SampleFailed, Scoring
 from services.rollout.scheduler import Scheduler
+from services.rollout.sequence import Sequence
 from services.rollout.weights import ServedModel, held_digest
 from shared.wire.types import FinishReason, float32_bytes, int32_array
 
@@ -174,6 +175,8 @@ class Engine:
         if current is not None and current.run != model.run:
             self.fail_all(f"the replica went over from run {current.run.config.run} to {model.run.config.run}")
         if current is None or current.run != model.run or current.version.digest != model.version.digest:
+            # A score has one version; samples have spans.
+            self._fail([s for s in self._open() if isinstance(s, Scoring)], f"the replica took {model.version}")
             self.scheduler.restart(model.version.digest)
         if self._runner is None or current is None or current.run != model.run:
             # Free the old cache first: both at once may not fit.
@@ -185,7 +188,10 @@ class Engine:
 
     def fail_all(self, reason: str) -> None:
         """Ends everything that is open; samples can be continued elsewhere from what was streamed."""
-        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+        self._fail(self._open(), reason)
+
+    def _fail(self, seqs: list[Sequence], reason: str) -> None:
+        for seq in seqs:
             self.scheduler.finish(seq)
             if isinstance(seq, Sample):
                 self._flush(seq, None)
@@ -199,8 +205,7 @@ class Engine:
             raise OtherVersion(f"the replica holds {held and held.version}, asked for {model.version}")
         if self.doubt or self.is_leaving:
             raise OtherVersion(self.doubt or "the replica is about to take another version")
-        num_open = len(self.scheduler.waiting) + len(self.scheduler.running)
-        limit = self.config.max_open_samples
+        num_open, limit = len(self._open()), self.config.max_open_samples
         if num_sequences > limit:
             raise InvalidRequest(f"{num_sequences} sequences in one call, at most {limit} may be open; send fewer")
         if num_open + num_sequences > limit:
@@ -211,8 +216,11 @@ class Engine:
         self._num_arrivals += 1
         self.scheduler.add(seq)
 
+    def _open(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
     def _open_samples(self) -> list[Sample]:
-        return [s for s in (*self.scheduler.running, *self.scheduler.waiting) if isinstance(s, Sample)]
+        return [s for s in self._open() if isinstance(s, Sample)]
 
     def _sample(self, runner: ModelRunner, hidden_RD: Tensor, samples: list[Sample]) -> None:
         drawn = runner.sample(hidden_RD, samples)
@@ -267,7 +275,7 @@ class Engine:
         """
         digest = held_digest(model)
         probes = [
-            scoring_of(int32_array(ids).tolist(), PROBE_TEMPERATURE)
+            Scoring.of(int32_array(ids).tolist(), PROBE_TEMPERATURE)
             for ids in model.manifest.probe_token_ids
             if len(ids) > 4
         ]
@@ -290,15 +298,3 @@ class Engine:
         if self.doubt:
             self.fail_all(self.doubt)
         return digest, len(got) // 4, num_differing
-
-
-def scoring_of(ids: list[int], temperature: float) -> Scoring:
-    """A sequence to score: one logprob per token from the second on."""
-    return Scoring(
-        arrival=0,
-        token_ids=ids[:-1],
-        shares_pages=False,
-        targets=ids[1:],
-        temperature=temperature,
-        logprobs=np.full(len(ids) - 1, np.nan, np.float32),
-    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine import scoring_of
 from services.rollout.samples import GroupRequest, InvalidRequest, OtherVersion, Sample, SampleChunk, Scoring
 from services.rollout.stopping import REPLACEMENT, Decode, StopRule
 from services.rollout.weights import ServedModel
@@ -121,7 +120,7 @@ def scorings_of(message: pb.ScoreRequest, model: ServedModel, *, kv_capacity_tok
         ids = _token_ids(data, f"sequence {i}", model.run.model.vocab_size)
         if not 1 <= len(ids) <= limit:
             raise InvalidRequest(f"sequence {i} has {len(ids)} tokens, expected 1 to {limit}")
-        scorings.append(scoring_of(ids, message.temperature))
+        scorings.append(Scoring.of(ids, message.temperature))
     return scorings
 
 

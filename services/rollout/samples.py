@@ -77,6 +77,12 @@ class Sample(Sequence):
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+def _running() -> Future[np.ndarray]:
+    future: Future[np.ndarray] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Scoring(Sequence):
     """A sequence whose tokens are given; every row's log-probability of its next token is wanted."""
@@ -86,8 +92,20 @@ class Scoring(Sequence):
     temperature: float
     logprobs: np.ndarray
     """[len(targets)] float32, filled as chunks complete."""
-    done: Future = field(default_factory=Future)
-    """Resolves to `logprobs`."""
+    done: Future[np.ndarray] = field(default_factory=_running)
+    """Resolves to `logprobs`. Can't be cancelled: abort the scoring instead."""
+
+    @classmethod
+    def of(cls, ids: list[int], temperature: float) -> Scoring:
+        """One logprob per token from the second on; reads no cached page, since every row is wanted."""
+        return cls(
+            arrival=0,
+            token_ids=ids[:-1],
+            shares_pages=False,
+            targets=ids[1:],
+            temperature=temperature,
+            logprobs=np.full(len(ids) - 1, np.nan, np.float32),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine
 from services.rollout.loop import EngineLoop
 from services.rollout.meters import Meters
-from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, ShuttingDown
+from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, Scoring, ShuttingDown
 from services.rollout.stopping import StopRule
 from shared.wire.types import SamplingParams
 from tests.integration.rollout_fixture import manifest_of, served_model
@@ -114,6 +114,28 @@ def test_giving_up_another_version_leaves_a_drain_alone(harness):
     harness.loop.give_up_commit("some other digest")
     go.set()
     assert commit.result(DEADLINE_S).digest == harness.models[1].version.digest
+
+
+def test_a_caller_that_gives_up_its_score_does_no_harm(harness):
+    go = harness.hold()
+    scoring = Scoring.of([1, 2, 3, 4], 1.0)
+    entered = harness.loop.call(lambda: harness.loop.engine.submit_scoring([scoring], harness.models[0]))
+    assert not scoring.done.cancel()
+    go.set()
+    entered.result(DEADLINE_S)
+    assert len(scoring.done.result(DEADLINE_S)) == 3
+    assert harness.loop.call(lambda: harness.loop.engine.abort([scoring])).result(DEADLINE_S) == 0
+
+
+def test_a_score_never_mixes_versions(harness):
+    go = harness.hold()
+    scoring = Scoring.of([i % 61 for i in range(160)], 1.0)
+    harness.loop.call(lambda: harness.loop.engine.submit_scoring([scoring], harness.models[0]))
+    commit = harness.loop.commit(harness.models[1], is_drain=False)
+    go.set()
+    commit.result(DEADLINE_S)
+    with pytest.raises(OtherVersion, match="the replica took"):
+        scoring.done.result(DEADLINE_S)
 
 
 def test_stop_ends_open_samples_and_refuses_what_comes(harness):
