@@ -65,7 +65,11 @@ class Dispatcher:
         self._fleet = Fleet(weight_sync_address, on_change=self._wake.set, rpc_timeout_s=rpc_timeout_s)
         self._rewards = RewardJoin(store)
         self._flights = Flights(
-            store, wake=self._wake, idle_s=stream_idle_s, max_failures=max_group_failures, decode=decode,
+            store,
+            wake=self._wake,
+            idle_s=stream_idle_s,
+            max_failures=max_group_failures,
+            decode=decode,
             on_chunk=on_chunk,
         )
         self._metrics = FlowMetrics()

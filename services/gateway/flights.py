@@ -70,7 +70,13 @@ class Blame:
 
 class Flights:
     def __init__(
-        self, store: RunReader, *, wake: asyncio.Event, idle_s: float, max_failures: int, decode: Decode | None,
+        self,
+        store: RunReader,
+        *,
+        wake: asyncio.Event,
+        idle_s: float,
+        max_failures: int,
+        decode: Decode | None,
         on_chunk: OnChunk | None = None,
     ) -> None:
         self._lifecycle = Lifecycle(store)

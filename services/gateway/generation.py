@@ -15,7 +15,6 @@ from shared.wire.pb import rollout_pb2_grpc as pb_grpc
 from shared.wire.pb import weight_sync_pb2 as ws
 from shared.wire.types import SamplingParams, int32_bytes
 
-
 OnChunk = Callable[[pb.GenerateChunk], None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,9 @@ from shared.wire import archive, stored, valkey
 from shared.wire.records import Counts, Event, Page, RunRecord, StepRecord, TrajectoryRecord, UnknownTrajectory
 from shared.wire.types import State
 from shared.wire.valkey import key, trajectory_key
+
+# What is archived does not change, and neighbours are asked for one after the other.
+_read_step = functools.lru_cache(maxsize=4)(archive.read_step)
 
 
 class RunReader:
@@ -59,7 +63,7 @@ class RunReader:
         if uri is None:
             return record
         assert record.step is not None
-        groups = await asyncio.to_thread(archive.read_step, uri.decode(), record.step)
+        groups = await asyncio.to_thread(_read_step, uri.decode(), record.step)
         for trajectory in (t for g in groups for t in g.trajectories):
             if trajectory.trajectory_id == trajectory_id:
                 return replace(record, trajectory=trajectory)

@@ -307,13 +307,15 @@ def test_trained_tokens_are_read_from_the_archive_once_they_left_valkey(url, tmp
             assert (await store.get_trajectory("r", "r.1.0")).trajectory is not None
             await asyncio.to_thread(queue.commit_trained, "r", durable_step=1, epoch=epoch, archive=uri)
             assert await store.client.hexists("tz:{r}:t:r.1.0", "record") == 0
+            file = tmp_path / "step-00000000.msgpack"
+            file.rename(tmp_path / "away")
+            with pytest.raises(OSError, match="step-00000000"):
+                await store.get_trajectory("r", "r.1.0")
+            (tmp_path / "away").rename(file)
             record = await store.get_trajectory("r", "r.1.0")
             assert (record.state, record.step, record.reward) == (State.TRAINED, 0, 0.0)
             assert record.trajectory is not None
             assert record.trajectory.token_ids.tolist() == trajectory(1, 0).token_ids.tolist()
-            (tmp_path / "step-00000000.msgpack").unlink()
-            with pytest.raises(OSError, match="step-00000000"):
-                await store.get_trajectory("r", "r.1.0")
 
     run_async(test)
 
