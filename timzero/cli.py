@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from shared.config import EXIT_CONFIG, ConfigError, load
-from timzero.client import ApiError, Client, DeadlineError
+from timzero.client import ApiError, DeadlineError
+from timzero.connect import connect
 from timzero.envs import EnvironmentFault
 from timzero.job import LocalTable, load_job
 from timzero.supervisor import SupervisionError
@@ -132,11 +133,14 @@ def submit(
     api_key: ApiKey = None,
 ) -> None:
     """Post prompts from a file; posting them again is harmless."""
+    from timzero.submit import read_items
     from timzero.submit import submit as post
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    with _errors(), Client(url, api_key=api_key) as client:
-        total = post(client, run, file, gate_deadline_s=wait, tell=console.print)
+    with _errors():
+        items = read_items(file)
+        with connect(url, api_key) as client:
+            total = post(client, run, items, gate_deadline_s=wait, tell=console.print)
         console.print(f"accepted {total.accepted}, accepted before {total.repeated}, refused {total.refused}")
     raise typer.Exit(1 if total.refused else 0)
 
@@ -146,7 +150,7 @@ def watch(run: RunName, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Follow a run until it is over."""
     from timzero.watch import watch as follow
 
-    with _errors(), Client(url, api_key=api_key) as client:
+    with _errors(), connect(url, api_key) as client:
         code = follow(client, run, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(code)
 

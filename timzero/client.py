@@ -26,39 +26,18 @@ problem document. A Client may be used from several threads.
 from __future__ import annotations
 
 import json
-import random
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import httpx_sse
-import msgpack
 import numpy as np
-import tenacity
 
-MSGPACK = "application/msgpack"
+from timzero.transport import MSGPACK, ApiError, DeadlineError, Transport, decoded, retry_after_s
 
-
-class ApiError(Exception):
-    """The server answered with an error. `document` is its RFC 9457 problem document."""
-
-    def __init__(self, status: int, document: Mapping[str, Any], retry_after_s: float | None = None) -> None:
-        self.status = status
-        self.document = dict(document)
-        self.code: str = self.document.get("code", "")
-        self.retryable: bool = bool(self.document.get("retryable", status in (502, 503, 504)))
-        self.retry_after_s = retry_after_s
-        fields = "".join(f"; {e.get('pointer')}: {e.get('detail')}" for e in self.document.get("errors", ()))
-        super().__init__(
-            f"{status} {self.code or self.document.get('title', '')}: {self.document.get('detail', '')}{fields}"
-        )
-
-
-class DeadlineError(TimeoutError):
-    """The call's deadline passed; the message says what was being waited for."""
+__all__ = ["ApiError", "Client", "DeadlineError", "Event"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +59,7 @@ class Client:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=base_url.rstrip("/"), headers=headers)
+        self._transport = Transport(base_url, api_key, timeout_s)
         self.base_url = base_url
         self.timeout_s = timeout_s
 
@@ -92,29 +70,29 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._http.close()
+        self._transport.http.close()
 
     # runs
 
     def create_run(self, config: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
         """Creates a run, or returns the one that has this very configuration. ApiError run-exists when it differs."""
-        return self._json("POST", "/v1/runs", json=dict(config), deadline_s=deadline_s)
+        return self._transport.json("POST", "/v1/runs", json=dict(config), deadline_s=deadline_s)
 
     def get_run(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
         """`state`, `reason`, `step`, `durable_step`, `config`, ..."""
-        return self._json("GET", f"/v1/runs/{run}", deadline_s=deadline_s)
+        return self._transport.json("GET", f"/v1/runs/{run}", deadline_s=deadline_s)
 
     def runs(self, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
-        return self._pages("/v1/runs", "runs", {}, deadline_s)
+        return self._transport.pages("/v1/runs", "runs", {}, deadline_s)
 
     def pause(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._json("POST", f"/v1/runs/{run}:pause", json={"reason": reason}, deadline_s=deadline_s)
+        return self._transport.json("POST", f"/v1/runs/{run}:pause", json={"reason": reason}, deadline_s=deadline_s)
 
     def resume(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._json("POST", f"/v1/runs/{run}:resume", json={}, deadline_s=deadline_s)
+        return self._transport.json("POST", f"/v1/runs/{run}:resume", json={}, deadline_s=deadline_s)
 
     def stop(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._json("POST", f"/v1/runs/{run}:stop", json={"reason": reason}, deadline_s=deadline_s)
+        return self._transport.json("POST", f"/v1/runs/{run}:stop", json={"reason": reason}, deadline_s=deadline_s)
 
     # prompts, trajectories, rewards
 
@@ -153,7 +131,7 @@ class Client:
     ) -> tuple[list[dict[str, Any]], float]:
         """Returns: results and the seconds after which a gate that is closed may be open."""
         try:
-            response = self._request(
+            response = self._transport.request(
                 "POST",
                 f"/v1/runs/{run}/prompts",
                 msgpack_body={"items": items},
@@ -166,14 +144,14 @@ class Client:
                 raise
             refused = {"status": 429, "problem": error.document}
             return [{"index": i, **refused} for i in range(len(items))], error.retry_after_s or 1.0
-        return _decoded(response)["items"], _retry_after_s(response) or 1.0
+        return decoded(response)["items"], retry_after_s(response) or 1.0
 
     def trajectory(self, run: str, trajectory_id: str, *, deadline_s: float | None = None) -> dict[str, Any]:
         """The full record. `logprobs` is a float32 array with the engine's very bits, None before it is generated."""
-        response = self._request(
+        response = self._transport.request(
             "GET", f"/v1/runs/{run}/trajectories/{trajectory_id}", accept=MSGPACK, deadline_s=deadline_s
         )
-        return _with_arrays(_decoded(response))
+        return _with_arrays(decoded(response))
 
     def trajectories(
         self,
@@ -194,7 +172,7 @@ class Client:
         """
         params = {"limit": limit, **({"state": state} if state else {}), **({"view": "full"} if full else {})}
         params |= {"id": list(ids)} if ids else {}
-        for item in self._pages(f"/v1/runs/{run}/trajectories", "trajectories", params, deadline_s):
+        for item in self._transport.pages(f"/v1/runs/{run}/trajectories", "trajectories", params, deadline_s):
             yield _with_arrays(item) if full else item
 
     def stream_events(
@@ -229,7 +207,7 @@ class Client:
         # Heartbeats come every few seconds, so a read that waits longer means a dead connection.
         timeout = httpx.Timeout(min(self.timeout_s, left_s), read=min(30.0, left_s + 1.0))
         with httpx_sse.connect_sse(
-            self._http,
+            self._transport.http,
             "GET",
             f"/v1/runs/{run}/trajectories/stream",
             params=params,
@@ -238,7 +216,7 @@ class Client:
         ) as source:
             if source.response.status_code != 200:
                 source.response.read()
-                raise _api_error(source.response)
+                raise ApiError.of(source.response)
             for sse in source.iter_sse():
                 # Behind a heartbeat httpx_sse gives an event without data, which is none.
                 if not sse.data:
@@ -258,17 +236,17 @@ class Client:
     ) -> dict[str, Any]:
         """Idempotent; a higher revision replaces. ApiError reward-too-late once the trajectory is sealed."""
         path = f"/v1/runs/{run}/trajectories/{trajectory_id}/rewards/{source}"
-        return self._json("PUT", path, json={"value": value, "revision": revision}, deadline_s=deadline_s)
+        return self._transport.json("PUT", path, json={"value": value, "revision": revision}, deadline_s=deadline_s)
 
     def put_rewards(
         self, run: str, rewards: Sequence[Mapping[str, Any]], *, deadline_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Args: rewards: `{trajectory_id, source, value, revision?}`. Returns: one result per reward, `status` as of a PUT."""
         path = f"/v1/runs/{run}/rewards:batch"
-        response = self._request(
+        response = self._transport.request(
             "POST", path, msgpack_body={"items": list(rewards)}, deadline_s=deadline_s, repeatable=True
         )
-        return _decoded(response)["items"]
+        return decoded(response)["items"]
 
     # evaluations
 
@@ -289,18 +267,18 @@ class Client:
         fields: `version` (policy step to pin; default: the newest published one), `seed`, `metadata`.
         """
         body = {"items": list(items), "n": n, "sampling": dict(sampling or {}), **fields}
-        return self._json("POST", f"/v1/runs/{run}/evals", json=body, deadline_s=deadline_s)
+        return self._transport.json("POST", f"/v1/runs/{run}/evals", json=body, deadline_s=deadline_s)
 
     def evals(self, run: str, *, deadline_s: float | None = None) -> Iterator[dict[str, Any]]:
         """The run's evaluations in the order of acceptance, without their items."""
-        return self._pages(f"/v1/runs/{run}/evals", "evals", {}, deadline_s)
+        return self._transport.pages(f"/v1/runs/{run}/evals", "evals", {}, deadline_s)
 
     def get_eval(
         self, run: str, eval_id: int, *, wait_s: float = 0.0, deadline_s: float | None = None
     ) -> dict[str, Any]:
         """Args: wait_s: how long the server may hold the answer back until the evaluation is complete."""
         path = f"/v1/runs/{run}/evals/{eval_id}"
-        return self._json("GET", path, params={"wait_s": wait_s} if wait_s else {}, deadline_s=deadline_s)
+        return self._transport.json("GET", path, params={"wait_s": wait_s} if wait_s else {}, deadline_s=deadline_s)
 
     def wait_eval(self, run: str, eval_id: int, *, deadline_s: float) -> dict[str, Any]:
         """The evaluation once all its samples are generated. Raises DeadlineError."""
@@ -318,123 +296,26 @@ class Client:
 
         A step that was trained again after a restart appears again; the last one counts.
         """
-        return self._pages(f"/v1/runs/{run}/steps", "steps", {}, deadline_s, cursor=after)
+        return self._transport.pages(f"/v1/runs/{run}/steps", "steps", {}, deadline_s, cursor=after)
 
     def metrics(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Snapshot: accepted, trained, dropped by reason, live, queue depth, gate, newest step."""
-        return self._json("GET", f"/v1/runs/{run}/metrics", deadline_s=deadline_s)
+        return self._transport.json("GET", f"/v1/runs/{run}/metrics", deadline_s=deadline_s)
 
     def versions(self, run: str, *, deadline_s: float | None = None) -> list[dict[str, Any]]:
         """Published and retained versions, ascending."""
-        return self._json("GET", f"/v1/runs/{run}/versions", deadline_s=deadline_s)["versions"]
+        return self._transport.json("GET", f"/v1/runs/{run}/versions", deadline_s=deadline_s)["versions"]
 
     def version(self, run: str, step: int, *, deadline_s: float | None = None) -> dict[str, Any]:
         """One version with its manifest."""
-        return self._json("GET", f"/v1/runs/{run}/versions/{step}", deadline_s=deadline_s)
+        return self._transport.json("GET", f"/v1/runs/{run}/versions/{step}", deadline_s=deadline_s)
 
     def ready(self, *, deadline_s: float = 5.0) -> bool:
         """One look at /readyz; False while a dependency is missing or nothing answers."""
         try:
-            return self._http.get("/readyz", timeout=deadline_s).status_code == 200
+            return self._transport.http.get("/readyz", timeout=deadline_s).status_code == 200
         except httpx.TransportError:
             return False
-
-    # transport
-
-    def _pages(
-        self,
-        path: str,
-        field: str,
-        params: dict[str, Any],
-        deadline_s: float | None,
-        cursor: str | None = None,
-    ) -> Iterator[dict[str, Any]]:
-        while True:
-            query = {**params, **({"cursor": cursor} if cursor else {})}
-            page = _decoded(self._request("GET", path, params=query, accept=MSGPACK, deadline_s=deadline_s))
-            yield from page[field]
-            cursor = page["next_cursor"]
-            if cursor is None:
-                return
-
-    def _json(self, method: str, path: str, *, deadline_s: float | None, **kwargs: Any) -> dict[str, Any]:
-        return _decoded(self._request(method, path, deadline_s=deadline_s, **kwargs))
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        deadline_s: float | None,
-        accept: str = "application/json",
-        msgpack_body: Any = None,
-        retry_gate: bool = True,
-        repeatable: bool = False,
-        **kwargs: Any,
-    ) -> httpx.Response:
-        """Args: repeatable: a POST that is harmless to repeat by its own ids, and so needs no Idempotency-Key, which a
-        gateway that dies in the middle would hold for a minute.
-
-        Raises: ApiError, or httpx.TransportError when nothing answered before the deadline.
-        """
-        deadline = time.monotonic() + (self.timeout_s if deadline_s is None else deadline_s)
-        headers = {"Accept": accept}
-        if method == "POST" and not repeatable:
-            headers["Idempotency-Key"] = uuid.uuid4().hex
-        if msgpack_body is not None:
-            headers["Content-Type"] = MSGPACK
-            kwargs["content"] = msgpack.packb(msgpack_body)
-
-        def attempt() -> httpx.Response:
-            left_s = max(0.05, deadline - time.monotonic())
-            response = self._http.request(method, path, headers=headers, timeout=left_s, **kwargs)
-            if response.status_code >= 400:
-                raise _api_error(response)
-            return response
-
-        def may_retry(error: BaseException) -> bool:
-            if isinstance(error, ApiError):
-                return error.retryable and (retry_gate or error.status != 429)
-            return isinstance(error, httpx.TransportError)
-
-        def out_of_time(state: tenacity.RetryCallState) -> bool:
-            return time.monotonic() + (state.upcoming_sleep or 0.0) >= deadline
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(may_retry), wait=_wait_s, stop=out_of_time, reraise=True
-        )
-        return retrying(attempt)
-
-
-def _wait_s(state: tenacity.RetryCallState) -> float:
-    """Retry-After where the server named one, else exponential from 0.1 s to 5 s with jitter."""
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, ApiError) and error.retry_after_s is not None:
-        return error.retry_after_s
-    return min(5.0, 0.1 * 2 ** min(state.attempt_number, 8)) * random.uniform(0.5, 1.0)
-
-
-def _decoded(response: httpx.Response) -> dict[str, Any]:
-    if response.headers.get("content-type", "").startswith(MSGPACK):
-        return msgpack.unpackb(response.content)
-    return response.json()
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    try:
-        return float(response.headers["retry-after"])
-    except (KeyError, ValueError):
-        return None
-
-
-def _api_error(response: httpx.Response) -> ApiError:
-    try:
-        document = response.json()
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        document = {"title": response.reason_phrase, "detail": response.text[:500], "status": response.status_code}
-    return ApiError(response.status_code, document, _retry_after_s(response))
 
 
 def _with_arrays(trajectory: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import httpx
 from shared.config import unstructure
 from timzero import model, report
 from timzero.client import ApiError, Client
+from timzero.connect import connect
 from timzero.display import TerminalDisplay, summary_lines
 from timzero.job import Job
 from timzero.local import stack_of
@@ -20,8 +21,6 @@ from timzero.report.command import REPORT_FILE
 from timzero.train import Driver, Evaluation, Outcome
 
 JOB_FILE, RESULT_FILE = "job.json", "result.json"
-CALL_DEADLINE_S = 120.0
-"""Of one call of the driver: longer than a gateway that died takes to come back on a busy machine."""
 
 
 def train_here(job: Job, runs_dir: Path, display: TerminalDisplay) -> int:
@@ -34,7 +33,7 @@ def train_here(job: Job, runs_dir: Path, display: TerminalDisplay) -> int:
     display.note(f"run {job.run.run} in {run_dir}; starting services")
     with stack_of(job.local, run_dir, announce=display.note) as stack:
         display.note(f"services are up; API at {stack.base_url}, logs in {run_dir / 'logs'}")
-        with Client(stack.base_url, timeout_s=CALL_DEADLINE_S) as client:
+        with connect(stack.base_url) as client:
             try:
                 outcome = Driver(client, job, display, check=stack.check).drive()
                 path = write_report(client, outcome, run_dir / REPORT_FILE)
@@ -52,9 +51,7 @@ def train_there(job: Job, url: str, api_key: str | None, report_path: Path, disp
     # A packaged model or a directory is a path of this machine, which remote services would look for on theirs.
     if _is_loopback(url) and (job.run.model in model.PACKAGED or Path(job.run.model).is_dir()):
         job = job.with_run(model=str(model.get(job.run.model)))
-    with Client(url, api_key=api_key, timeout_s=CALL_DEADLINE_S) as client:
-        # Whoever gave a wrong address should not wait for the retries that a busy gateway deserves.
-        next(client.runs(deadline_s=5.0), None)
+    with connect(url, api_key) as client:
         outcome = Driver(client, job, display).drive()
         path = write_report(client, outcome, report_path)
     return finish(outcome, path, display)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,24 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     return items
 
 
-def submit(client: Client, run: str, path: Path, *, gate_deadline_s: float, tell: Callable[[str], None]) -> Submitted:
-    """Posts a file's prompts in order, waiting for the admission gate; a prompt without a number gets its line's place.
+def submit(
+    client: Client,
+    run: str,
+    items: Sequence[dict[str, Any]],
+    *,
+    gate_deadline_s: float,
+    tell: Callable[[str], None],
+) -> Submitted:
+    """Posts prompts in order, waiting for the admission gate; one without a number gets its place as number.
 
     Args:
+        items: as `read_items` gives them.
         gate_deadline_s: how long a batch may wait for the gate.
         tell: is told about every prompt that is refused.
 
-    Raises: SubmitError, ApiError.
+    Raises: ApiError.
     """
-    items = [{"number": n} | item for n, item in enumerate(read_items(path))]
+    items = [{"number": n} | item for n, item in enumerate(items)]
     total = Submitted()
     for start in range(0, len(items), BATCH):
         batch = items[start : start + BATCH]

@@ -25,7 +25,15 @@ REFRESH_S = 1.0
 def watch(client: Client, run: str, console: Console) -> int:
     """Shows the run until it is over, or ctrl-C. Returns the exit code: 1 for a run that failed."""
     wake: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_listen, args=(client, run, wake), name="events", daemon=True).start()
+    stopping = threading.Event()
+    threading.Thread(target=_listen, args=(client, run, wake, stopping), name="events", daemon=True).start()
+    try:
+        return _follow(client, run, console, wake)
+    finally:
+        stopping.set()
+
+
+def _follow(client: Client, run: str, console: Console, wake: queue.Queue[str]) -> int:
     steps: dict[int, StepSummary] = {}
     cursor: str | None = None
     with Live(console=console, auto_refresh=False) as live:
@@ -45,12 +53,18 @@ def watch(client: Client, run: str, console: Console) -> int:
             _wait(wake)
 
 
-def _listen(client: Client, run: str, wake: queue.Queue[str]) -> None:
+def _listen(client: Client, run: str, wake: queue.Queue[str], stopping: threading.Event) -> None:
+    """Consumes: the run's events. Produces: wake-ups. Waits for: events. Unblocked by: the gateway; the client's end."""
     cursor = "0"
-    while True:
-        for event in client.stream_events(run, last_event_id=cursor, deadline_s=60.0):
-            cursor = event.cursor
-            wake.put(event.type)
+    try:
+        while not stopping.is_set():
+            for event in client.stream_events(run, last_event_id=cursor, deadline_s=60.0):
+                cursor = event.cursor
+                wake.put(event.type)
+    except RuntimeError:
+        # httpx says so of a client that was closed, which is how this thread ends.
+        if not stopping.is_set():
+            raise
 
 
 def _wait(wake: queue.Queue[str]) -> None:

@@ -234,11 +234,12 @@ def timeline(data: ReportData) -> str:
 def _generation(data: ReportData) -> dict[str, dict[int, list[tuple[float, float]]]]:
     """Replica -> batch -> merged intervals in which it sampled for that batch."""
     size = data.run["config"]["prompts_per_step"]
+    are_known = any(s.replicas for s in data.samples)
     raw: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for sample in data.samples:
         if sample.began is None or sample.ended is None:
             continue
-        for replica in sample.replicas or ["rollout"]:
+        for replica in sample.replicas or ([] if are_known else ["rollout"]):
             raw.setdefault(replica, {}).setdefault(sample.number // size, []).append((sample.began, sample.ended))
     return {name: {batch: _merged(spans) for batch, spans in batches.items()} for name, batches in raw.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from timzero.client import Client
+from timzero.connect import connect
 from timzero.report import ReportData, collect, write
 
 REPORT_FILE = "report.html"
@@ -23,7 +23,7 @@ def make(run: str, out: Path | None, url: str, api_key: str | None) -> Path:
     if kept.is_file():
         return write(ReportData.load(kept), out or kept.with_suffix(".html"))
     target = out or Path("runs") / run / REPORT_FILE
-    with Client(url, api_key=api_key) as client:
+    with connect(url, api_key) as client:
         data = collect(client, run)
     return write(_with_evaluations(data, target.with_suffix(".json")), target)
 

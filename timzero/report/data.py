@@ -11,8 +11,9 @@ from typing import Any
 from timzero.client import Client
 from timzero.steps import StepSummary, by_step
 
-MAX_FULL_TRAJECTORIES = 20_000
-"""Beyond this number only summaries are read: no split by replica, and staleness as the steps' means."""
+MAX_FULL_TRAJECTORIES = 4000
+"""Of larger runs only summaries are read, whole records of about this many, and staleness as the steps' means (which is
+exact under fixed lag)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +81,26 @@ class ReportData:
 def collect(client: Client, run: str, evaluations: Iterable[Mapping[str, Any]] = ()) -> ReportData:
     """Reads everything from the gateway. Raises ApiError."""
     metrics = client.metrics(run)
-    is_full = metrics["accepted"] <= MAX_FULL_TRAJECTORIES
+    if metrics["accepted"] <= MAX_FULL_TRAJECTORIES:
+        samples = [Sample.from_record(t) for t in client.trajectories(run, full=True)]
+    else:
+        samples = _many_samples(client, run)
     return ReportData(
         run=client.get_run(run),
         metrics=metrics,
         steps=list(client.steps(run)),
-        samples=[Sample.from_record(t) for t in client.trajectories(run, full=is_full)],
+        samples=samples,
         evaluations=[dict(e) for e in evaluations],
     )
+
+
+def _many_samples(client: Client, run: str) -> list[Sample]:
+    """Summaries, with the replicas that the first sample of every group, or of every few groups, was on."""
+    summaries = list(client.trajectories(run))
+    firsts = [t for t in summaries if t["sample_index"] == 0 and t["timestamps"].get("generating")]
+    firsts = firsts[:: 1 + len(firsts) // MAX_FULL_TRAJECTORIES]
+    replicas: dict[str, list[str]] = {}
+    for start in range(0, len(firsts), 128):
+        ids = [t["trajectory_id"] for t in firsts[start : start + 128]]
+        replicas |= {t["group_id"]: t.get("replicas") or [] for t in client.trajectories(run, ids=ids, full=True)}
+    return [Sample.from_record(t | {"replicas": replicas.get(t["group_id"], [])}) for t in summaries]
