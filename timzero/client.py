@@ -6,7 +6,7 @@
 ...     results = client.post_prompts("demo", [
 ...         {"number": 0, "prompt_id": "task-0", "n": 8, "sampling": {"max_tokens": 6},
 ...          "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "The answer is"}],
-...          "continue_final_message": True, "metadata": {"answer": "4"}}])
+...          "reward": {"sources": ["grader"]}, "metadata": {"answer": "4"}}])
 ...     # [{"index": 0, "status": 202, "number": 0, "group_id": "demo.0", "trajectory_ids": ["demo.0.0", ...]}]
 ...     # status 200: accepted before with the same body; 4xx: refused, see results[i]["problem"]; 429: the gate is closed
 ...     for event in client.stream_events("demo", last_event_id="0", deadline_s=60):
@@ -76,7 +76,7 @@ class Client:
 
     def create_run(self, config: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
         """Creates a run, or returns the one that has this very configuration. ApiError run-exists when it differs."""
-        return self._transport.json("POST", "/v1/runs", json=dict(config), deadline_s=deadline_s)
+        return self._transport.json("POST", "/v1/runs", json=dict(config), deadline_s=deadline_s, repeatable=True)
 
     def get_run(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
         """`state`, `reason`, `step`, `durable_step`, `config`, ..."""
@@ -86,13 +86,17 @@ class Client:
         return self._transport.pages("/v1/runs", "runs", {}, deadline_s)
 
     def pause(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._transport.json("POST", f"/v1/runs/{run}:pause", json={"reason": reason}, deadline_s=deadline_s)
+        return self._transport.json(
+            "POST", f"/v1/runs/{run}:pause", json={"reason": reason}, deadline_s=deadline_s, repeatable=True
+        )
 
     def resume(self, run: str, *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._transport.json("POST", f"/v1/runs/{run}:resume", json={}, deadline_s=deadline_s)
+        return self._transport.json("POST", f"/v1/runs/{run}:resume", json={}, deadline_s=deadline_s, repeatable=True)
 
     def stop(self, run: str, reason: str = "operator", *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._transport.json("POST", f"/v1/runs/{run}:stop", json={"reason": reason}, deadline_s=deadline_s)
+        return self._transport.json(
+            "POST", f"/v1/runs/{run}:stop", json={"reason": reason}, deadline_s=deadline_s, repeatable=True
+        )
 
     # prompts, trajectories, rewards
 

@@ -113,7 +113,9 @@ async def post_prompts(request: Request, run: RunName, body: schemas.PromptBatch
     """
     results = await prompts.post(gateway_of(request), run, body.items, document(request))
     status = 202 if all(r.status < 300 for r in results) else 207
-    return reply(request, answers.PromptResults(items=results), status)
+    is_closed = any(r.status == 429 for r in results)
+    headers = {"Retry-After": str(gateway_of(request).config.gate_retry_s)} if is_closed else None
+    return reply(request, answers.PromptResults(items=results), status, headers)
 
 
 @read.get("/runs/{run}/trajectories", tags=["trajectories"], response_model=answers.TrajectoryPage,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,7 +121,7 @@ def test_closed_gate_is_429_for_a_whole_batch_and_per_item_otherwise(
     limit = client.metrics(run)["gate"]["limit"]
     open_item, closed_item = {"number": 0, "prompt": "1"}, {"number": limit, "prompt": "1"}
     answer = http.post(f"/v1/runs/{run}/prompts", json={"items": [open_item, closed_item]})
-    assert answer.status_code == 207
+    assert (answer.status_code, answer.headers["retry-after"]) == (207, "1")
     first, second = answer.json()["items"]
     assert (first["status"], second["status"], second["problem"]["code"]) == (202, 429, "capacity-exhausted")
     assert second["problem"]["retryable"]
@@ -168,6 +171,36 @@ def test_client_waits_for_the_gate_only_as_long_as_it_is_told(client: Client, ma
     items = [{"number": n, "prompt": "1"} for n in (0, 15)]
     results = client.post_prompts(run, items, gate_deadline_s=1.2)
     assert [(r["index"], r["status"]) for r in results] == [(0, 202), (1, 429)]
+
+
+def test_model_without_a_tokenizer_takes_token_ids_only(
+    client: Client, make_run: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    run = make_run(model=str(tmp_path))
+    refused, stopped, accepted = client.post_prompts(
+        run,
+        [
+            {"number": 0, "prompt": "1"},
+            {"number": 0, "prompt_token_ids": [5], "sampling": {"stop": ["2"]}},
+            {"number": 0, "prompt_token_ids": [5]},
+        ],
+    )
+    assert refused["problem"]["code"] == stopped["problem"]["code"] == "model-unavailable"
+    assert accepted["status"] == 202
+
+
+def test_messages_that_the_template_refuses(
+    client: Client, make_run: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('no system message here') }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = make_run(model=str(tmp_path))
+    (result,) = client.post_prompts(run, [{"number": 0, "messages": [{"role": "system", "content": "1"}]}])
+    assert (result["status"], result["problem"]["code"]) == (422, "chat-template")
+    assert "no system message here" in result["problem"]["detail"]
 
 
 def test_unknown_run_refuses_the_batch(client: Client) -> None:

@@ -98,9 +98,11 @@ def test_runs_are_listed_newest_first_in_pages(
     for i in range(3):
         names.append(client.create_run({**config, "run": f"{config['run']}-{i}"})["run"])
         client.stop(names[-1])
-    first = client._json("GET", "/v1/runs", params={"limit": 2}, deadline_s=5)
+    first = client._transport.json("GET", "/v1/runs", params={"limit": 2}, deadline_s=5)
     assert [r["run"] for r in first["runs"]] == names[:0:-1]
-    second = client._json("GET", "/v1/runs", params={"limit": 2, "cursor": first["next_cursor"]}, deadline_s=5)
+    second = client._transport.json(
+        "GET", "/v1/runs", params={"limit": 2, "cursor": first["next_cursor"]}, deadline_s=5
+    )
     assert second["runs"][0]["run"] == names[0]
     assert [r["run"] for r in client.runs()][:3] == names[::-1]
 
