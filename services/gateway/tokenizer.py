@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from services.gateway.problems import Problem
@@ -115,19 +116,29 @@ class Tokenizers:
             return await asyncio.wait_for(asyncio.shield(task), self._timeout_s)
         except TimeoutError:
             raise Problem("model-unavailable", f"loading {model} takes longer than {self._timeout_s} s") from None
-        except (OSError, ValueError, KeyError) as error:
+        except ModelError as error:
             self._loading.pop(model, None)
-            raise Problem("model-unavailable", f"cannot load {model}: {error}") from error
+            raise Problem("model-unavailable", str(error)) from error
+
+
+class ModelError(ValueError):
+    """There is no such model, or its files can't be read."""
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load(model: str) -> Tokenizer:
-    """Raises OSError or ValueError when there is no such model or its files can't be read."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(model)
+    """Raises ModelError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        # A model without tokenizer files is fine: its prompts are token ids.
-        tokenizer = None
-    return Tokenizer(model, tokenizer, config.get_text_config().vocab_size)
+        from transformers import AutoConfig, AutoTokenizer
+
+        config = AutoConfig.from_pretrained(model)
+        directory = Path(model)
+        # A directory without a tokenizer is fine: its prompts are token ids.
+        has_text = not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(model) if has_text else None
+        return Tokenizer(model, tokenizer, int(config.get_text_config().vocab_size))
+    except Exception as error:
+        # Whatever is wrong with the files of a model: the tokenizers library raises bare Exception for some of it.
+        raise ModelError(f"cannot load {model}: {error}") from error

@@ -25,12 +25,13 @@ from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.probe import is_serving
 from shared.wire.queue import TrainQueue
 from shared.wire.types import float32_bytes, int32_bytes
-from tests.integration.gateway_harness import DEADLINE_S, publish, ready_line
+from tests.integration.gateway_harness import DEADLINE_S, publish, ready_line, run_config
 from tests.integration.weight_sync_testing import Peer
 from timzero.client import Client
 
 pytest_plugins = ("tests.integration.gateway_fixtures",)
 
+ROOT = Path(__file__).resolve().parents[2]
 FIRST_DIGIT = 4
 """Token id of "0" in tiny-sort's vocabulary."""
 
@@ -244,6 +245,27 @@ def test_fault_of_the_dispatcher_ends_the_process(
         valkey.zadd(f"tz:{{{run}}}:todo", {"0": 0})
         client.post_prompts(run, [{"number": 1, "prompt": "sort"}])
         assert process.wait(DEADLINE_S) == 70
+
+
+def test_shell_examples_of_the_documentation_work(valkey_url: str, weight_sync_address: str, model: Path) -> None:
+    section = (ROOT / "docs" / "http.md").read_text().split("## A run from the shell")[1]
+    script = section.split("```sh")[1].split("```")[0]
+    script = script.replace("/models/SmolLM2-135M-Instruct", str(model)).replace("timeout_s=30", "timeout_s=3")
+    assert script.count("curl ") > 8
+    publish(weight_sync_address, run_config("demo", model), 0)
+    with (
+        replica(weight_sync_address),
+        gateway("port=0", f"valkey={valkey_url}", f"weight_sync={weight_sync_address}") as (_, ready),
+    ):
+        prelude = f"set -e; URL={url_of(ready)}; AUTH='Authorization: Bearer '\n"
+        prelude += 'curl() { command curl --fail-with-body "$@"; echo; }'
+        done = subprocess.run(["bash", "-c", prelude + script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert "event: trajectory.awaiting_reward" in done.stdout
+    assert [r["status"] for a in answers for r in a.get("items", []) if "trajectory_ids" in r] == [202]
+    assert [a["choices"][0]["message"]["role"] for a in answers if "choices" in a] == ["assistant"]
+    assert answers[-1]["state"] == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def test_model_that_is_not_there_is_refused(http: httpx.Client, config: dict[str
     answer = http.post("/v1/runs", json={**config, "model": str(tmp_path)})
     assert (answer.status_code, answer.json()["code"]) == (422, "model-unavailable")
     assert str(tmp_path) in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_model_with_a_broken_file_is_refused(
+    http: httpx.Client, config: dict[str, Any], model: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text('{"model": 3}')
+    answer = http.post("/v1/runs", json={**config, "model": str(tmp_path)})
+    assert (answer.status_code, answer.json()["code"]) == (422, "model-unavailable"), answer.text
 
 
 def test_pause_resume_stop(client: Client, run: str) -> None:
