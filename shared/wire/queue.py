@@ -23,7 +23,8 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from shared.wire import stored, valkey
 from shared.wire.codec import CodecError, decode_group
-from shared.wire.records import Fenced, RunOver, RunRecord
+from shared.wire.durability import MARK
+from shared.wire.records import Fenced, NotDurable, RunOver, RunRecord
 from shared.wire.run import RunConfig, RunState
 from shared.wire.types import Group, SpanKind
 from shared.wire.valkey import key
@@ -84,10 +85,12 @@ class TrainQueue:
 
         Every trajectory of batches < next_step becomes TRAINED whatever its state (the checkpoint's ledger holds it),
         their entries are acknowledged and deleted, pending entries of whoever came before are taken over.
-        Raises RunOver, and IllegalTransition when `next_step` is below what was durable before.
+        Raises RunOver, NotDurable, and IllegalTransition when `next_step` is below what was durable before.
         """
         self._create_group(run)
         epoch, num_trained = self._call("take_over", run, time.time(), next_step)
+        # An epoch that a power cut took back would be given to the next trainer too.
+        self._sync()
         self._groups.clear()
         self._read_pending(run, epoch)
         self._claim_others(run, epoch)
@@ -225,6 +228,14 @@ class TrainQueue:
                 self._call("poison", run, time.time(), epoch, number, entry_id, detail)
 
     # waiting
+
+    def _sync(self) -> None:
+        """Returns when every earlier write is on disk. Raises NotDurable after 10 s."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.incr(MARK)
+        pipe.execute_command("WAITAOF", 1, 0, 10_000)
+        if pipe.execute()[1][0] < 1:
+            raise NotDurable("Valkey's append-only file is not synced after 10 s: is its disk slow or full?")
 
     def _last(self, stream: str) -> str:
         newest = self._client.xrevrange(stream, count=1)

@@ -57,7 +57,6 @@ def test_it_restarts_on_the_same_port_and_data_after_sigkill(tmp_path: Path):
 
 def test_a_truncated_append_only_file_is_read_up_to_the_cut(tmp_path: Path):
     with EmbeddedValkey(tmp_path) as server:
-        client = redis.Redis.from_url(server.url)
         write(server, a="1")
         write(server, b="2" * 100)
         server.process.kill()
