@@ -100,5 +100,8 @@ REJECTED_TRAJECTORIES = Metric(
     "timzero_rejected_trajectories_total", "counter", "Trajectories that the correction kept out of the loss", ("run",)
 )
 LINEAGE_FORKS = Metric(
-    "timzero_lineage_forks_total", "counter", "Versions trained again to other weights and published in a new lineage", ("run",)
+    "timzero_lineage_forks_total",
+    "counter",
+    "Versions trained again to other weights and published in a new lineage",
+    ("run",),
 )
