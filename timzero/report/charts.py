@@ -28,15 +28,15 @@ def reward(data: ReportData) -> str:
             seen = [s.reward for s in data.samples if s.reward is not None] or [-np.inf, np.inf]
             low = np.clip(np.array(mean) - std, min(seen), None)
             high = np.clip(np.array(mean) + std, None, max(seen))
-            axes.fill_between(x, low, high, color=BLUE, alpha=0.10, linewidth=0, label="± 1 standard deviation")
-        axes.plot(x, mean, color=BLUE, marker="o", label="mean reward of the step")
+            axes.fill_between(x, low, high, color=BLUE, alpha=0.10, linewidth=0, label="± 1 std")
+        axes.plot(x, mean, color=BLUE, marker="o", label="mean of the step")
         if data.evaluations:
             axes.plot(
                 [e["step"] - 0.5 for e in data.evaluations],
                 [e["accuracy"] for e in data.evaluations],
-                color=TEAL, linestyle="--", marker="D", markersize=6, label="evaluation accuracy (greedy)",
+                color=TEAL, linestyle="--", marker="D", markersize=6, label="evaluation accuracy, greedy",
             )  # fmt: skip
-        axes.legend(loc="best")
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, columnspacing=1, handlelength=1.6)
         integer_steps(axes)
 
     return svg("reward", draw)
@@ -207,7 +207,8 @@ def timeline(data: ReportData) -> str:
     def draw(axes: Axes) -> None:
         names = [*sorted(by_replica), "trainer"]
         for row, name in enumerate(names[:-1]):
-            for batch, intervals in sorted(by_replica[name].items()):
+            # Where two batches are in flight, the one that is needed first lies on top.
+            for batch, intervals in sorted(by_replica[name].items(), reverse=True):
                 bars = [(a - begin, b - a) for a, b in intervals]
                 axes.broken_barh(bars, (row - 0.36, 0.72), facecolors=(BLUE, "#93b4f5")[batch % 2], linewidth=0)
         row = len(names) - 1
