@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import uvicorn
 
+from services.gateway.__main__ import HttpServer, listen
 from services.gateway.assemble import create_app
 from services.gateway.auth import Keyring
 from services.gateway.config import GatewayConfig
@@ -163,10 +163,10 @@ class HttpGateway:
             progress=Progress(),
             replicas=lambda: self.replicas,
         )
-        listener = socket.create_server((config.host, 0))
+        listener = listen(config.host, 0)
         self.port = listener.getsockname()[1]
         application = create_app(self.gateway)
-        self._server = uvicorn.Server(
+        self._server = HttpServer(
             uvicorn.Config(application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
         )
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -75,6 +75,17 @@ def test_request_id_of_the_client_is_kept_when_it_is_one(http: httpx.Client) -> 
     assert http.get("/healthz", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
 
 
+def test_answers_are_not_held_back_by_the_network_stack(http: httpx.Client) -> None:
+    """With Nagle's algorithm on, every answer on a kept connection takes 40 ms."""
+
+    def seconds() -> float:
+        started_at = time.monotonic()
+        http.get("/healthz")
+        return time.monotonic() - started_at
+
+    assert min(seconds() for _ in range(20)) < 0.03
+
+
 # limits
 
 
