@@ -10,6 +10,7 @@ NUMERICS ?=
 STEPS ?=
 REPLICAS ?=
 PYTEST_ARGS ?=
+COMPOSE ?= docker-compose
 
 BIN := .venv/bin
 INSTALLED := .venv/installed-$(TORCH)
@@ -70,7 +71,7 @@ docs: $(INSTALLED)
 # files with the compose schema and a PromQL parser instead.
 check-deploy: $(INSTALLED)
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
-	docker-compose --env-file deploy/compose/.env.example --file deploy/compose/compose.yaml config --quiet
+	GATEWAY_KEY=name:digest:scopes $(COMPOSE) --env-file deploy/compose/.env.example --file deploy/compose/compose.yaml config --quiet
 	cd deploy/prometheus && promtool check config prometheus.yml && promtool test rules rules_test.yml
 
 clean:

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -82,7 +83,7 @@ def test_an_exit_code_that_a_restart_cannot_help_ends_it_at_once(start):
 
 
 def test_a_process_that_never_serves_is_killed_and_tried_again(start):
-    p = start(SLEEP, is_ready=lambda _: time.sleep(0.05), ready_deadline_s=0.2)
+    p = start(SLEEP, is_ready=threading.Event().wait, ready_deadline_s=0.2)
     with pytest.raises(SupervisionError):
         p.wait_ready(30)
     assert p.said[0] == "p is not ready after 0 s; killing it"
