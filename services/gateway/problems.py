@@ -159,7 +159,7 @@ class Problem(Exception):
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         param = self.errors[0].pointer.lstrip("/") if self.errors else None
-        message = self.detail + "".join(f"; {e.pointer}: {e.detail}" for e in self.errors)
+        message = self.detail + "".join(f"; {e.pointer}: {e.detail}" for e in self.errors if e.detail != self.detail)
         return OpenAIError(error=OpenAIErrorBody(message=message, type=kind, param=param, code=self.code))
 
 
