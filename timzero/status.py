@@ -8,6 +8,7 @@ import time
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from timzero.local import LocalStack
 from timzero.supervisor import Process, ProcessState, SupervisionError
@@ -30,7 +31,7 @@ def _table(stack: LocalStack) -> Table:
     for process in stack:
         colour = _COLOURS.get(process.state, "yellow")
         table.add_row(
-            process.name, f"[{colour}]{process.state}[/]", _pid(process), process.spec.address.removeprefix("redis://"),
+            process.name, Text(process.state, style=colour), _pid(process), process.spec.address.removeprefix("redis://"),
             f"{time.time() - process.started_at:.0f} s" if process.state is ProcessState.READY else "", str(process.num_restarts),
         )  # fmt: skip
     return table
