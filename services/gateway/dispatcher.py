@@ -111,7 +111,7 @@ class Dispatcher:
                 evals = await self._drop_lost(run.run, horizon.evals)
                 await self._flights.review(run, self._fleet.snapshot.replicas)
                 version = await self._agree_on_version(run, horizon.first_open, evals)
-                if version is not None and run.state in (RunState.RUNNING, RunState.COMPLETED):
+                if version is not None and run.state is not RunState.PAUSED:
                     await self._send(tasks, run, version, evals)
             await self._rest()
 

@@ -138,7 +138,7 @@ class RolloutService(RolloutEngineServicer):
             samples = await self._samples(request, model, stream)
             await self._in_loop(lambda: self._engine.submit(samples, model))
             async for chunk in stream.chunks(len(samples)):
-                yield chunk_message(chunk, self._model.numerics.fingerprint)
+                yield chunk_message(chunk, model.numerics.fingerprint)
         except _ANSWERED as error:
             await _abort(context, error)
         finally:

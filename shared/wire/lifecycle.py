@@ -34,7 +34,7 @@ class Horizon:
     """How far a run is generated."""
 
     first_open: int
-    """Smallest prompt number that is not entirely generated; one that was not posted yet is not generated."""
+    """Smallest prompt number beyond the checkpoint that is not entirely generated; one that was not posted yet is not."""
     evals: tuple[EvalRecord, ...]
     """Unfinished evaluations, oldest first, without items and samples."""
 
@@ -60,15 +60,17 @@ class Lifecycle:
         self._client = store.client
 
     async def horizon(self, run: str) -> Horizon:
-        todo, next_number, groups = await self._store.pipelined([
+        # A prompt that is accepted in between is seen in `todo`, or not counted in `next_number`.
+        (next_number, durable_step, size), todo, groups = await self._store.pipelined([
+            ("HMGET", key(run, "run"), "next_number", "durable_step", "prompts_per_step"),
             ("ZRANGE", key(run, "todo"), 0, 0),
-            ("HGET", key(run, "run"), "next_number"),
             ("ZRANGE", key(run, "eval_todo"), 0, -1),
         ])  # fmt: skip
         eval_ids = sorted({int(g[1:].partition(b".")[0]) for g in groups})
         hashes = await self._store.pipelined([("HGETALL", key(run, f"eval:{i}")) for i in eval_ids])
         evals = tuple(replace(stored.eval_record(run, i, h), items=()) for i, h in zip(eval_ids, hashes, strict=True))
-        return Horizon(first_open=min([int(next_number), *map(int, todo)]), evals=evals)
+        first_open = min([int(next_number), *map(int, todo)])
+        return Horizon(first_open=max(first_open, int(durable_step) * int(size)), evals=evals)
 
     async def pending_prompts(self, run: str, *, first: int, end: int) -> list[PendingGroup]:
         """Prompts numbered first <= number < end with something to generate, in number order."""

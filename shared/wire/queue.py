@@ -50,6 +50,8 @@ class TrainQueue:
         self._blocking = blocking
         self._consumer = consumer
         self._groups: dict[int, Group] = {}
+        self._durable: tuple[int, str] = (0, "")
+        """Step and archive of the newest checkpoint."""
 
     @classmethod
     def connect(cls, url: str, *, consumer: str = "trainer-0") -> TrainQueue:
@@ -92,6 +94,7 @@ class TrainQueue:
         # An epoch that a power cut took back would be given to the next trainer too.
         self._sync()
         self._groups.clear()
+        self._durable = next_step, ""
         self._read_pending(run, epoch)
         self._claim_others(run, epoch)
         log.info("took the run over", run=run, epoch=epoch, next_step=next_step, newly_trained=num_trained,
@@ -113,7 +116,12 @@ class TrainQueue:
             batch = [n for n in numbers if n not in dropped]
             missing = [n for n in batch if n not in self._groups]
             # Without numbers the script only checks the fence and the run's state.
-            answer = self._call("lease", run, time.time(), epoch, step, *([] if missing else batch))
+            answer = self._call("lease", run, time.time(), epoch, step, self._durable[0], *([] if missing else batch))
+            if answer == b"forgotten":
+                # Without it the gate stays where the checkpoint before left it, and the next one may be out of reach.
+                log.warning("Valkey forgot the newest checkpoint, telling it again", run=run, durable_step=self._durable[0])
+                self.commit_trained(run, durable_step=self._durable[0], epoch=epoch, archive=self._durable[1])
+                continue
             if answer == b"ok" and not missing:
                 return [self._groups.pop(n) for n in batch]
             if time.monotonic() >= deadline:
@@ -130,14 +138,15 @@ class TrainQueue:
         """
         self._call("record_step", run, epoch, step, json.dumps(dict(metrics), allow_nan=False))
 
-    def commit_trained(self, run: str, *, durable_step: int, epoch: int, archive: str | None = None) -> int:
+    def commit_trained(self, run: str, *, durable_step: int, epoch: int, archive: str = "") -> int:
         """The checkpoint with `durable_step` steps is on disk: batches < durable_step become TRAINED, their entries go.
 
         This is what opens the admission gate. With `archive` (a URI under which `shared.wire.archive.write_step` wrote
         every newly covered step) the token bytes leave Valkey too. Returns the number of newly trained trajectories.
         Allowed after the run is stopped. Raises Fenced.
         """
-        return self._call("commit_trained", run, time.time(), epoch, durable_step, archive or "")
+        self._durable = durable_step, archive
+        return self._call("commit_trained", run, time.time(), epoch, durable_step, archive)
 
     def set_state(self, run: str, state: RunState, *, epoch: int, reason: str = "", detail: str = "") -> None:
         """completed, failed or paused. Raises Fenced, RunOver."""

@@ -105,6 +105,18 @@ def test_stopping_a_run_aborts_what_is_running_and_drops_the_rest(url):
     run_async(test)
 
 
+def test_evaluations_go_on_after_the_run_was_stopped(url):
+    async def test():
+        async with rig(url) as r:
+            await r.store.set_run_state("r", RunState.STOPPED, reason="operator")
+            item = EvalItem(token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=8))
+            created = await r.store.create_eval("r", [item], step=0)
+            await r.until(lambda: finished(r.store, created.eval), deadline_s=5)
+            assert await finished(r.store, created.eval)
+
+    run_async(test)
+
+
 def test_groups_stay_together_and_go_to_the_least_loaded_replica_within_its_bound(url):
     async def test():
         async with rig(url, num_engines=2, max_inflight_samples=2, config=run_config(prompts_per_step=4)) as r:

@@ -262,6 +262,51 @@ def test_after_valkey_lost_its_newest_second_the_trainer_still_trains_every_grou
     assert (after.trained, after.live, after.queue_depth, num_pending(url)) == (4, 0, 0, 0)
 
 
+def test_a_checkpoint_that_valkey_forgot_is_counted_again_and_opens_the_gate(url, queue):
+    """A power cut takes back the last second of Valkey; the checkpoint on disk stays, and its prompts are not trained twice."""
+    start_run(url, num_steps=12, checkpoint_interval=4, filled=range(8))
+    epoch = queue.take_over("r", next_step=0)
+    for step in range(4):
+        queue.lease("r", step, epoch=epoch, deadline_s=5)
+    client = redis.Redis.from_url(url)
+    saved = {key: client.dump(key) for key in client.keys("tz:{r}:*")}
+    assert queue.commit_trained("r", durable_step=4, epoch=epoch) == 16
+    for key, value in saved.items():
+        client.restore(key, 0, value, replace=True)
+    assert counts(url).trained == 0
+    assert queue.lease("r", 4, epoch=epoch, deadline_s=0.1) is None
+    after = counts(url)
+    assert (after.trained, after.live, after.queue_depth) == (16, 0, 0)
+    with_store(url, lambda store: fill(store, range(8, 16), config=run_config(num_steps=12, checkpoint_interval=4)))
+    assert numbers(queue.lease("r", 7, epoch=epoch, deadline_s=5)) == [14, 15]
+
+
+def test_a_completed_run_has_trained_everything_even_if_valkey_forgot_the_last_checkpoint(url, queue):
+    start_run(url, filled=range(8), checkpoint_interval=4)
+    epoch = queue.take_over("r", next_step=0)
+    for step in range(4):
+        queue.lease("r", step, epoch=epoch, deadline_s=5)
+    # `commit_trained` was answered and lost.
+    queue.set_state("r", RunState.COMPLETED, epoch=epoch)
+    after = counts(url)
+    assert (after.trained, after.live, after.queue_depth) == (16, 0, 0)
+
+
+def test_a_prompt_of_a_batch_that_is_in_the_checkpoint_already_is_not_generated_again(url, queue):
+    """Valkey lost prompts that were trained before they were on disk; their client, who was not answered, posts them again."""
+    start_run(url, filled=range(1))
+    queue.take_over("r", next_step=1)
+
+    async def post(store):
+        await store.accept_prompts("r", [prompt(1), prompt(2)])
+        return await Lifecycle(store).horizon("r"), await Lifecycle(store).pending_prompts("r", first=0, end=9)
+
+    horizon, pending = with_store(url, post)
+    assert (horizon.first_open, [g.number for g in pending]) == (2, [2])
+    after = counts(url)
+    assert (after.trained, after.live) == (4, 2)
+
+
 def test_the_queue_is_bounded_and_takes_a_group_once(url, queue):
     start_run(url, filled=range(8), num_steps=6)
 

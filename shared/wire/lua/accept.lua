@@ -27,6 +27,8 @@ for i = 0, n - 1 do
   redis.call('ZADD', R .. ':trajectories', first + i, id)
   event('trajectory.accepted', id, group, '')
 end
+-- Trained before it was on disk, forgotten with Valkey's last second, and posted again.
+if tonumber(number) < run[4] * size then train_group(tonumber(number), size, now, '') end
 local next_number = tonumber(run[6])
 while redis.call('HEXISTS', R .. ':fingerprints', string.format('%d', next_number)) == 1 do
   next_number = next_number + 1

@@ -102,26 +102,29 @@ local function forget_entry(number)
   end
 end
 
--- Batches below `step` are in a durable checkpoint: their trajectories are TRAINED whatever they were. Returns how many.
+-- The group is in a durable checkpoint: its trajectories are TRAINED whatever they were. Returns how many.
+local function train_group(number, size, now, archive)
+  local name, moved = string.format('%d', number), 0
+  for _, id in ipairs(members(group_of(number))) do
+    local t = R .. ':t:' .. id
+    -- What an operator let be dropped as poison was never in a batch.
+    if redis.call('HGET', t, 'reason') ~= 'poison' then
+      if move(id, 'trained', now) then moved = moved + 1 end
+      redis.call('HSET', t, 'step', string.format('%d', math.floor(number / size)))
+      if archive ~= '' and redis.call('HDEL', t, 'record') == 1 then redis.call('HSET', t, 'archive', archive) end
+    end
+  end
+  forget_entry(name)
+  redis.call('ZREM', R .. ':todo', name)
+  redis.call('ZREM', R .. ':closable', name)
+  return moved
+end
+
+-- Batches below `step` are in a durable checkpoint. Returns how many trajectories are newly trained.
 local function train_until(step, now, archive)
   local run = redis.call('HMGET', R .. ':run', 'durable_step', 'prompts_per_step')
   local durable, size, moved = tonumber(run[1]), tonumber(run[2]), 0
-  for number = durable * size, step * size - 1 do
-    local group, batch = group_of(number), string.format('%d', math.floor(number / size))
-    for _, id in ipairs(members(group)) do
-      local t = R .. ':t:' .. id
-      -- What an operator let be dropped as poison was never in a batch.
-      if redis.call('HGET', t, 'reason') ~= 'poison' then
-        if move(id, 'trained', now) then moved = moved + 1 end
-        redis.call('HSET', t, 'step', batch)
-        if archive ~= '' and redis.call('HDEL', t, 'record') == 1 then redis.call('HSET', t, 'archive', archive) end
-      end
-    end
-    local name = string.format('%d', number)
-    forget_entry(name)
-    redis.call('ZREM', R .. ':todo', name)
-    redis.call('ZREM', R .. ':closable', name)
-  end
+  for number = durable * size, step * size - 1 do moved = moved + train_group(number, size, now, archive) end
   if step > durable then redis.call('HSET', R .. ':run', 'durable_step', step) end
   return moved
 end

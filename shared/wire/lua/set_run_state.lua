@@ -11,6 +11,8 @@ if old == new and (new == 'running' or is_over(new)) then return 'ok' end
 if is_over(old) then return redis.error_reply('RUN_OVER ' .. old) end
 redis.call('HSET', R .. ':run', 'state', new, 'reason', ARGV[3], 'detail', ARGV[4])
 event('run.' .. new, '', '', ARGV[3])
+-- Its last checkpoint is durable, even where Valkey forgot that.
+if new == 'completed' then train_until(tonumber(redis.call('HGET', R .. ':run', 'num_steps')), ARGV[1], '') end
 if new == 'stopped' or new == 'failed' then
   -- Whatever a later checkpoint turns out to cover becomes TRAINED again: the checkpoint is the truth.
   local run = redis.call('HMGET', R .. ':run', 'durable_step', 'prompts_per_step', 'queue_bound_batches')
