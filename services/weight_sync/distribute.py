@@ -175,5 +175,7 @@ class Distributor:
 async def _wait(changed: asyncio.Event, *, until: float) -> None:
     """Until the event is set or the monotonic clock shows `until`."""
     timeout_s = None if until == math.inf else max(0.0, until - time.monotonic())
+    # Not asyncio.wait_for: on Python 3.11 it loses a cancellation that arrives while it ends (python/cpython#86296).
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(changed.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await changed.wait()
