@@ -89,7 +89,9 @@ class Link:
                 )
             return None if config is None else unstructure(config)
 
-        return structure(RunConfig, self._sliced(ask))
+        while (config := self._slice(ask)) is None:
+            pass
+        return structure(RunConfig, config)
 
     def durable_step(self, run: str) -> int:
         """Batches below it are covered by a checkpoint, as far as Valkey knows."""
@@ -109,14 +111,18 @@ class Link:
 
         self._epoch = self._ask(ask)
 
-    def lease(self, run: str, step: int) -> list[Group]:
-        """The complete batch; waits for it, and while the run is paused. Raises Stopping, RunEnded, Refused."""
+    def lease(self, run: str, step: int) -> list[Group] | None:
+        """The complete batch; None if it is not there, or the run is paused, after `poll_s`.
+
+        Raises Stopping, RunEnded, Refused.
+        """
 
         def ask() -> list[bytes] | None:
             groups = self._queue.lease(run, step, epoch=self._epoch, deadline_s=self._config.poll_s)
             return None if groups is None else [encode_group(g) for g in groups]
 
-        return [decode_group(data) for data in self._sliced(ask)]
+        groups = self._slice(ask)
+        return None if groups is None else [decode_group(data) for data in groups]
 
     def publish(
         self, manifest: Manifest | None, tensors: Mapping[str, RawTensor], *, expected_digest: str
@@ -153,14 +159,17 @@ class Link:
 
         return PolicyVersion(*self._ask_weight_sync(ask))
 
-    def published(self, run: str) -> set[str]:
-        """Digests of the versions that weight_sync holds."""
-        deadline_s = self._config.publish_deadline_s
-        return set(
-            self._ask_weight_sync(
-                lambda: [v.version.digest for v in self._publisher.versions(run, deadline_s=deadline_s)]
-            )
-        )
+    def published(self, run: str) -> set[str] | None:
+        """Digests of the versions that weight_sync holds; None when it does not answer within `poll_s`."""
+
+        def ask() -> list[str] | None:
+            try:
+                return [v.version.digest for v in self._publisher.versions(run, deadline_s=self._config.poll_s)]
+            except weights.WeightSyncError:
+                return None
+
+        digests = self._ask_weight_sync(ask)
+        return None if digests is None else set(digests)
 
     def retain(self, run: str, oldest_step: int) -> None:
         """Versions below will not be asked for again."""
@@ -182,17 +191,15 @@ class Link:
         """Raises RunEnded, Refused."""
         self._ask(lambda: self._queue.set_state(run, state, epoch=self._epoch, reason=reason, detail=detail))
 
-    def _sliced(self, ask: Callable[[], Any]) -> Any:
-        """Asks until there is an answer. Raises Stopping."""
+    def _slice(self, ask: Callable[[], Any]) -> Any:
+        """Asks once. Raises Stopping."""
 
-        def one() -> Any:
+        def unless_stopped() -> Any:
             if self._stop.is_set():
                 raise Stopping("SIGTERM")
             return ask()
 
-        while (answer := self._ask(one)) is None:
-            pass
-        return answer
+        return self._ask(unless_stopped)
 
     def _ask_weight_sync(self, ask: Callable[[], Any]) -> Any:
         """Raises Stopping, Refused, weights.WeightSyncError."""

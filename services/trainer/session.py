@@ -31,6 +31,7 @@ from shared.models import load_config, resolve_model
 from shared.wire.archive import step_path, write_step
 from shared.wire.run import RunConfig, RunState
 from shared.wire.tensor_file import fsync_directory
+from shared.wire.types import Group
 
 log = structlog.get_logger()
 
@@ -69,7 +70,7 @@ class Session:
         step = self.step
         with self._phase("lease"):
             while True:
-                groups = self._link.lease(self.config.run, step)
+                groups = self._wait_for_batch(step)
                 try:
                     return build_batch(
                         groups, self.config, step=step, vocab_size=self.learner.decoder.config.vocab_size
@@ -77,6 +78,13 @@ class Session:
                 except BatchError as error:
                     log.error("batch refused", run=self.config.run, step=step, reason=str(error))
                     self._link.set_state(self.config.run, RunState.PAUSED, reason="poison", detail=str(error))
+
+    def _wait_for_batch(self, step: int) -> list[Group]:
+        """Its groups; waits for them, and while the run is paused."""
+        while (groups := self._link.lease(self.config.run, step)) is None:
+            # A batch that needs a version which weight_sync lost would be waited for in vain.
+            self.publish_lost()
+        return groups
 
     def train(self, batch: Batch) -> StepResult:
         """Score, then update."""
@@ -103,7 +111,8 @@ class Session:
         if self.config.on_mismatch == "stop":
             self._link.set_state(self.config.run, RunState.PAUSED, reason="mismatch", detail=detail)
             # A lease waits while the run is paused; the batch that it returns is the one in hand.
-            self._link.lease(self.config.run, batch.step)
+            while self._link.lease(self.config.run, batch.step) is None:
+                pass
 
     def publish(self) -> None:
         """Cast, gather and hand over the weights as they are now, as the next version."""
@@ -111,13 +120,17 @@ class Session:
             current = self.learner.copies.current.version
             self._publish(self.learner.copies.take(current.step + 1, lineage=current.lineage))
 
-    def publish_held(self) -> None:
-        """At the start of a session: the current version again (idempotent), and what weight_sync lost of the older ones."""
-        held = self.learner.copies.held
+    def publish_current(self) -> None:
+        """At the start of a session: the current version again, which proves that the checkpoint holds it."""
+        self._publish(self.learner.copies.current)
+
+    def publish_lost(self) -> None:
+        """What weight_sync does not hold any more of the versions that a batch may need."""
         published = self._link.published(self.config.run)
-        for copy in held:
-            if copy is held[-1] or copy.version.digest not in published:
-                self._publish(copy)
+        if published is not None:
+            for copy in self.learner.copies.held:
+                if copy.version.digest not in published:
+                    self._publish(copy)
 
     def _publish(self, copy: ForwardCopy) -> None:
         learner = self.learner
@@ -212,7 +225,8 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
     board.set(kernels=kernels, fingerprint=numerics, epoch=link.epoch, checkpoint_step=step, step=step)
     report.export_kernels(kernels)
     session = Session(config, learner, link, board, directory, numerics, durable_step=step)
-    session.publish_held()
+    session.publish_current()
+    session.publish_lost()
     log.info("run loaded", run=config.run, step=step, resumed=newest is not None, fingerprint=numerics)
     return session
 

@@ -248,7 +248,9 @@ async def _lost(model: Path, services: tuple[str, str], run_dir: Path) -> None:
 
 
 async def _restore_a_lost_weight_sync(stage: Stage, config: RunConfig, run_dir: Path) -> None:
-    """A weight_sync without its store gets every version back that a batch may still need, and SIGTERM waits for none."""
+    """A weight_sync without its store gets every version back that a batch may still need, whether the trainer starts or
+    waits for a batch; SIGTERM waits for none.
+    """
     before = {step: stage.wait_version(config.run, step) for step in (0, 1)}
     weight_sync = ["services.weight_sync", "port=0", f"data_dir={run_dir / 'weights'}"]
     with Process(sys.executable, "-m", *weight_sync) as fresh:
@@ -259,6 +261,12 @@ async def _restore_a_lost_weight_sync(stage: Stage, config: RunConfig, run_dir: 
                 restored = {v.version.step: v.version.digest for v in publisher.versions(config.run)}
             assert restored == {step: version.digest for step, version in before.items()}
             fresh.kill()
+            weight_sync[1:] = [f"port={address.rpartition(':')[2]}", f"data_dir={run_dir / 'empty'}"]
+            with Process(sys.executable, "-m", *weight_sync) as empty, Publisher(address) as publisher:
+                empty.wait_for("ready")
+                for step in before:
+                    empty.wait_for("published", version=f"lost/0-{step}-{before[step].digest[:12]}")
+                assert {v.version.digest for v in publisher.versions(config.run)} == set(restored.values())
             await stage.serve_batch(config, 1)
             trainer.wait_for("publishing", step=2)
             assert trainer.kill(signal.SIGTERM) == 0
