@@ -17,8 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from timzero.outcome import Evaluation, Outcome
 from timzero.steps import StepSummary
-from timzero.train import Evaluation, Outcome
 
 
 class TerminalDisplay:

@@ -17,8 +17,9 @@ from timzero.connect import connect
 from timzero.display import TerminalDisplay, summary_lines
 from timzero.job import Job
 from timzero.local import stack_of
+from timzero.outcome import Evaluation, Outcome
 from timzero.report.command import REPORT_FILE
-from timzero.train import Driver, Evaluation, Outcome
+from timzero.train import Driver
 
 JOB_FILE, RESULT_FILE = "job.json", "result.json"
 

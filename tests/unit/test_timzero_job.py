@@ -11,10 +11,10 @@ from tests.unit.report_fixture import make_data
 from timzero.display import step_line, summary_lines
 from timzero.envs import make
 from timzero.job import load_job
+from timzero.outcome import Evaluation, Outcome
 from timzero.session import JOB_FILE, RESULT_FILE, claim_directory
 from timzero.steps import by_step
 from timzero.submit import SubmitError, read_items
-from timzero.train import Evaluation, Outcome
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
