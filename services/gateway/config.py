@@ -13,7 +13,7 @@ class DispatcherConfig:
     max_inflight_samples: int = 256
     """Of one replica; a larger group goes to an idle one."""
     stream_idle_s: float = 60.0
-    """Longest silence of a Generate stream before it counts as broken."""
+    """Silence of a Generate stream after which its replica is asked whether it samples at all; if not, the stream is broken."""
     max_group_failures: int = 5
     """Faults of one group before the run is paused with reason infra_error."""
 

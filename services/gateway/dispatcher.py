@@ -47,7 +47,7 @@ class Dispatcher:
         store: the gateway's own.
         weight_sync_address: host:port.
         max_inflight_samples: of one replica; a larger group goes to an idle one.
-        stream_idle_s: longest silence of a Generate stream.
+        stream_idle_s: silence of a Generate stream after which its replica is asked whether it samples at all.
         max_group_failures: faults of one group before the run is paused with reason infra_error.
         decode: needed once a prompt asks for exact match.
         on_chunk: sees the chunks of evaluation samples, for streamed completions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -76,16 +77,16 @@ async def generate(
     A cancelled stream is an abort: the replica drops what it was sampling. Raises StreamBroken; samples keep what arrived.
 
     Args:
-        idle_s: longest wait for the next chunk.
+        idle_s: longest wait for the next chunk, or for a sign that the replica is busy with others.
         on_chunk: sees every chunk once it was checked and taken.
     """
     by_id = {s.trajectory_id: s for s in samples}
-    call = pb_grpc.RolloutEngineStub(channel).Generate(work.request(samples))
+    stub = pb_grpc.RolloutEngineStub(channel)
+    call = stub.Generate(work.request(samples))
     num_open = len(samples)
     try:
         while num_open:
-            async with asyncio.timeout(idle_s):
-                chunk = await call.read()
+            chunk = await _next_chunk(call, stub, idle_s)
             if chunk is grpc.aio.EOF:
                 raise StreamBroken("ended", f"{num_open} samples unfinished")
             sample = by_id.get(chunk.trajectory_id)
@@ -105,6 +106,24 @@ async def generate(
         raise StreamBroken(error.code().name.lower(), error.details() or "") from error
     finally:
         call.cancel()
+
+
+async def _next_chunk(call: grpc.aio.UnaryStreamCall, stub: pb_grpc.RolloutEngineStub, idle_s: float) -> Any:
+    """The next chunk or EOF; a replica that samples for others meanwhile is waited for, since this group stands in its line.
+
+    Raises TimeoutError when the replica has sampled nothing for anybody between two looks.
+    """
+    reading = asyncio.ensure_future(call.read())
+    num_sampled = -1
+    try:
+        while not (await asyncio.wait([reading], timeout=idle_s))[0]:
+            status = await stub.Status(pb.StatusRequest(), timeout=idle_s)
+            if status.num_sampled_tokens == num_sampled:
+                raise TimeoutError
+            num_sampled = status.num_sampled_tokens
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 def _sampling(sampling: SamplingParams) -> pb.SamplingParams:

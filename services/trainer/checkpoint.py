@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,11 @@ def save(directory: Path, learner: Learner, *, keep: int) -> Path:
     """
     world, current = learner.world, learner.copies.current.version
     final = directory / f"step-{current.step:08d}"
-    temporary = directory / f".{final.name}.tmp"
+    # A name of its own: a trainer that was taken over may still be writing the same step.
+    temporary = directory / f".{final.name}.{world.from_leader(lambda: uuid.uuid4().hex)}.tmp"
     if world.is_leader:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left_over in directory.glob(".step-*.tmp"):
+            shutil.rmtree(left_over, ignore_errors=True)
         temporary.mkdir(parents=True)
     world.barrier()
     state = {**_state(learner), **_copies(learner, learner.copies.held[:-1])}

@@ -159,7 +159,7 @@ class RunStore(EvaluationReader):
             step, digest: the version; the caller resolves "newest" before. Empty digest: whatever is published as `step`.
             seed: of its samples; by default a function of the run's seed and the evaluation's number.
 
-        Raises ValueError (no items), UnknownRun, NotDurable.
+        Raises ValueError (no items), UnknownRun, IllegalTransition (another run came after it), NotDurable.
         """
         if not items:
             raise ValueError("an evaluation needs at least one item")

@@ -40,6 +40,8 @@ def refusal(error: ResponseError, run: str) -> StoreError | ResponseError:
             return RunOver(run, RunState(rest))
         case "FENCED":
             return Fenced(f"run {run} was taken over by another trainer: {rest}. This one must stop")
+        case "SUPERSEDED":
+            return IllegalTransition(f"run {run} was followed by run {rest}, whose versions the replicas serve now")
         case "BEHIND":
             return IllegalTransition(
                 f"run {run} is durable up to step {rest}: a checkpoint older than that can't be resumed, its prompts are gone"

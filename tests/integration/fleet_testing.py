@@ -53,6 +53,17 @@ class Engine(pb_grpc.RolloutEngineServicer):
         """Fields that replace those of the next chunk, once."""
         self.refuse: list[grpc.StatusCode] = []
         """Answers of the next calls."""
+        self.is_busy = False
+        """Whether it samples for others, too: so says Status."""
+        self.num_sampled_tokens = 0
+        self.asked = asyncio.Event()
+        """Status was asked for several times."""
+
+    async def Status(self, request: pb.StatusRequest, context) -> pb.StatusReply:
+        self.num_sampled_tokens += self.is_busy
+        if self.num_sampled_tokens == 4:
+            self.asked.set()
+        return pb.StatusReply(replica=self.name, num_sampled_tokens=self.num_sampled_tokens)
 
     async def Generate(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateChunk]:
         self.requests.append(request)

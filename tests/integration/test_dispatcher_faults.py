@@ -127,6 +127,21 @@ def test_a_silent_stream_is_given_up_and_continued(url):
     run_async(test)
 
 
+def test_a_group_that_stands_in_line_at_a_busy_replica_is_waited_for(url):
+    async def test():
+        async with rig(url, stream_idle_s=0.1) as r:
+            (engine,) = r.engines
+            engine.hold_at, engine.is_busy = 0, True
+            await r.store.accept_prompts("r", [prompt(0)])
+            async with asyncio.timeout(10):
+                await engine.asked.wait()
+            engine.go.set()
+            await r.states(awaiting_reward=2)
+            assert len(engine.requests) == 1
+
+    run_async(test)
+
+
 def test_a_group_that_keeps_failing_pauses_the_run_and_resuming_tries_again(url):
     async def test():
         async with rig(url, max_group_failures=3) as r:

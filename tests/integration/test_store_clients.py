@@ -377,6 +377,23 @@ def test_evaluations_are_counted_apart_and_finish_one_by_one(url):
     run_async(test)
 
 
+def test_an_evaluation_of_a_run_that_was_followed_by_another_is_refused(url):
+    """Replicas serve the newest run only: nobody would ever generate it."""
+
+    async def test():
+        async with open_store(url) as store:
+            await store.create_run(run_config())
+            await store.set_run_state("r", RunState.STOPPED)
+            item = EvalItem(token_ids=(1,), sampling=SamplingParams())
+            await store.create_eval("r", [item], step=0)
+            await store.create_run(run_config(run="next"))
+            with pytest.raises(IllegalTransition, match="run next"):
+                await store.create_eval("r", [item], step=0)
+            assert [e.eval for e in (await store.list_evals("r")).items] == [0]
+
+    run_async(test)
+
+
 def test_an_idempotency_key_goes_from_new_to_in_progress_to_answered(url):
     async def test():
         async with open_store(url) as store:

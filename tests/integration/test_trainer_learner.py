@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,6 +329,32 @@ def test_checkpoints_appear_whole_and_old_ones_go(model: Path, world: World, tmp
     assert checkpoint.latest(tmp_path / "none") is None
     checkpoint.save(tmp_path, learner, keep=2)
     assert checkpoint.read_ledger(tmp_path / "step-00000004").optimizer_steps == 4
+
+
+def test_a_trainer_that_was_taken_over_in_mid_checkpoint_leaves_no_broken_one(
+    model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes up while its successor writes the same step, and the successor is killed then."""
+    learner = build_learner(run_config(model), world)
+    write = checkpoint.dcp.save
+
+    class Killed(Exception):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    def overtaken(*args: Any, **options: Any) -> None:
+        write(*args, **options)
+        monkeypatch.setattr(checkpoint.dcp, "save", killed)
+        with pytest.raises(Killed):
+            checkpoint.save(tmp_path, learner, keep=1)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", overtaken)
+    with contextlib.suppress(OSError):
+        checkpoint.save(tmp_path, learner, keep=1)
+    for path in tmp_path.glob("step-*"):
+        checkpoint.load(path, build_learner(run_config(model), world))
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(model: Path, world: World, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ local now, eval = ARGV[1], ARGV[2]
 local e = R .. ':eval:' .. eval
 if redis.call('HEXISTS', R .. ':run', 'state') == 0 then return redis.error_reply('UNKNOWN_RUN ' .. RUN) end
 if redis.call('EXISTS', e) == 1 then return 'ok' end
+local newest = redis.call('ZRANGE', 'tz:runs', 0, 0, 'REV')[1]
+if newest ~= RUN then return redis.error_reply('SUPERSEDED ' .. newest) end
 local item, total = 0, 0
 for i = 7, #ARGV, 2 do
   local n, name = tonumber(ARGV[i + 1]), 'e' .. eval .. '.' .. item
