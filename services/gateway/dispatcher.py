@@ -169,15 +169,16 @@ class Dispatcher:
         self, tasks: asyncio.TaskGroup, run: RunRecord, version: ws.Version, evals: Sequence[EvalRecord]
     ) -> None:
         """Starts whatever finds room: training groups in number order, then evaluations."""
-        for work in await self._pending(run, version, evals):
-            if work.group_id in self._flights:
-                continue
+        pending = [w for w in await self._pending(run, version, evals) if w.group_id not in self._flights]
+        replicas = self._fleet.snapshot.replicas
+        share = plan.fair_share(replicas, [*self._flights.group_samples(), *(len(w.group.samples) for w in pending)])
+        for work in pending:
             replica = plan.choose_replica(
-                self._fleet.snapshot.replicas,
+                replicas,
                 version=version,
                 load=self._flights.load(),
                 num_samples=len(work.group.samples),
-                max_inflight_samples=self._max_inflight_samples,
+                max_inflight_samples=min(self._max_inflight_samples, share),
                 avoid=self._flights.suspended(),
             )
             if replica is None:

@@ -33,7 +33,7 @@ Decode = Callable[[str, Sequence[int]], Awaitable[str]]
 
 FIRST_PENALTY_S = 0.1
 MAX_PENALTY_S = 5.0
-_INNOCENT = ("failed_precondition", "resource_exhausted", "ejected")
+_INNOCENT = ("failed_precondition", "resource_exhausted")
 """Endings that say nothing about the group: it goes elsewhere, as often as it takes."""
 
 
@@ -96,7 +96,11 @@ class Flights:
 
     @property
     def num_samples(self) -> int:
-        return sum(len(f.samples) for f in self._flights.values())
+        return sum(self.group_samples())
+
+    def group_samples(self) -> list[int]:
+        """Samples of each group in flight."""
+        return [len(f.samples) for f in self._flights.values()]
 
     def load(self) -> Counter[ReplicaKey]:
         """Samples in flight by replica."""
@@ -133,6 +137,8 @@ class Flights:
                 self._evict(flight, f"ejected: {replica.reason}")
         if run.state is not RunState.RUNNING:
             self._blames.clear()
+        if run.state.is_over and not self._flights:
+            self._partials.clear()
         busy = {replica_key(f.replica) for f in self._flights.values()}
         for key in [k for k in self._penalties if k not in by_key]:
             del self._penalties[key]

@@ -56,6 +56,19 @@ def lost(evaluation: EvalRecord, versions: Sequence[ws.Version]) -> DropReason |
     return DropReason.STALE if digests and evaluation.step < max(digests) else None
 
 
+def fair_share(replicas: Sequence[ws.Replica], group_samples: Sequence[int]) -> int:
+    """Samples that one replica may hold while others are still on their way to the version: an equal part, in whole groups.
+
+    Without it the first replica that is ready would take the whole batch.
+
+    Args:
+        group_samples: samples of each group that is pending or in flight.
+    """
+    num_live = sum(r.state != "ejected" for r in replicas)
+    num_groups = -(-len(group_samples) // max(1, num_live))
+    return num_groups * max(group_samples, default=0)
+
+
 def choose_replica(
     replicas: Sequence[ws.Replica],
     *,

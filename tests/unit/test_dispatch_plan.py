@@ -101,3 +101,14 @@ def test_a_full_replica_gets_nothing_and_a_group_above_the_bound_waits_for_an_id
 
 def test_load_belongs_to_an_incarnation():
     assert choose([replica("a", 1)], load={("a", "0"): 16}) == "a"
+
+
+def test_a_share_is_an_equal_part_of_the_groups_over_the_replicas_that_live():
+    fleet = [
+        ws.Replica(replica=f"r{i}", state=state) for i, state in enumerate(["ready", "preparing", "ejected", "joining"])
+    ]
+    assert plan.fair_share(fleet, [8] * 8) == 24
+    assert plan.fair_share(fleet[:1], [8] * 8) == 64
+    assert plan.fair_share(fleet, [8]) == 8
+    assert plan.fair_share([], [4, 4]) == 8
+    assert plan.fair_share(fleet, []) == 0
