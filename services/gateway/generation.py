@@ -59,7 +59,7 @@ class StreamBroken(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
-        """A gRPC status in lower case, `idle`, `protocol` or `ejected`."""
+        """A gRPC status in lower case, `idle`, `protocol` or `ended`."""
 
 
 async def generate(

@@ -101,12 +101,6 @@ class PartialSample:
         else:
             self.spans.append(span)
 
-    def restart(self) -> None:
-        """Forgets every token: who sampled them is not trusted any more."""
-        assert self.finish_reason is None
-        self.token_ids, self.logprobs, self.top1, self.spans, self.replicas = [], [], [], [], []
-        self.fingerprint = ""
-
     def trajectory(self, group: PendingGroup, *, run: str, seed: int) -> Trajectory:
         """The finished record: the prompt is the first span, every sampled token is trainable."""
         assert self.finish_reason is not None

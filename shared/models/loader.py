@@ -46,11 +46,7 @@ def resolve_model(name_or_dir: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                str(name_or_dir), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-            )
-        )
+        return Path(snapshot_download(str(name_or_dir), allow_patterns=_DOWNLOADS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"model {str(name_or_dir)!r} is no local directory and could not be downloaded ({error}); check the name, "

@@ -89,10 +89,13 @@ class TrainQueue:
         their entries are acknowledged and deleted, pending entries of whoever came before are taken over.
         Raises RunOver, NotDurable, and IllegalTransition when `next_step` is below what was durable before.
         """
-        self._create_group(run)
-        epoch, num_trained = self._call("take_over", run, time.time(), next_step)
-        # An epoch that a power cut took back would be given to the next trainer too.
-        self._sync()
+        while True:
+            server_id = self._client.info("server")["run_id"]
+            self._create_group(run)
+            epoch, num_trained = self._call("take_over", run, time.time(), next_step)
+            # An epoch that a power cut took back would be given to the next trainer too.
+            if self._sync() == server_id:
+                break
         self._groups.clear()
         self._durable = next_step, ""
         self._read_pending(run, epoch)
@@ -119,7 +122,9 @@ class TrainQueue:
             answer = self._call("lease", run, time.time(), epoch, step, self._durable[0], *([] if missing else batch))
             if answer == b"forgotten":
                 # Without it the gate stays where the checkpoint before left it, and the next one may be out of reach.
-                log.warning("Valkey forgot the newest checkpoint, telling it again", run=run, durable_step=self._durable[0])
+                log.warning(
+                    "Valkey forgot the newest checkpoint, telling it again", run=run, durable_step=self._durable[0]
+                )
                 self.commit_trained(run, durable_step=self._durable[0], epoch=epoch, archive=self._durable[1])
                 continue
             if answer == b"ok" and not missing:
@@ -238,13 +243,16 @@ class TrainQueue:
 
     # waiting
 
-    def _sync(self) -> None:
-        """Returns when every earlier write is on disk. Raises NotDurable after 10 s."""
+    def _sync(self) -> str:
+        """Returns, when every earlier write is on disk, the id of the server that has them. Raises NotDurable after 10 s."""
         pipe = self._client.pipeline(transaction=False)
         pipe.incr(MARK)
         pipe.execute_command("WAITAOF", 1, 0, 10_000)
-        if pipe.execute()[1][0] < 1:
+        pipe.info("server")
+        _, (num_local, _), info = pipe.execute()
+        if num_local < 1:
             raise NotDurable("Valkey's append-only file is not synced after 10 s: is its disk slow or full?")
+        return info["run_id"]
 
     def _last(self, stream: str) -> str:
         newest = self._client.xrevrange(stream, count=1)

@@ -120,11 +120,6 @@ class Publisher:
         )
         return list(reply.versions)
 
-    def newest(self, run: str, *, deadline_s: float = 30.0) -> pb.Version | None:
-        """The newest version of the newest lineage."""
-        versions = self.versions(run, deadline_s=deadline_s)
-        return versions[-1].version if versions else None
-
     def manifest(self, run: str, digest: str, *, deadline_s: float = 30.0) -> pb.Manifest:
         """What `fetch` needs to get a published version back. Raises UnknownVersion."""
         request = pb.GetManifestRequest(run=run, digest=digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -305,6 +306,28 @@ def test_a_prompt_of_a_batch_that_is_in_the_checkpoint_already_is_not_generated_
     assert (horizon.first_open, [g.number for g in pending]) == (2, [2])
     after = counts(url)
     assert (after.trained, after.live) == (4, 2)
+
+
+def test_an_epoch_that_a_power_cut_took_back_is_not_acted_under(tmp_path, monkeypatch):
+    """The next trainer would be given the same one."""
+    with valkey_server(tmp_path, fsync="everysec") as server:
+        start_run(server.url)
+        queue = TrainQueue.connect(server.url)
+        (log,) = tmp_path.glob("appendonlydir/*.incr.aof")
+        call, synced = queue._call, log.stat().st_size
+
+        def cut_off_behind(*args):
+            monkeypatch.undo()
+            answer = call(*args)
+            server.process.kill()
+            server.process.wait(10)
+            os.truncate(log, synced)
+            server.start()
+            return answer
+
+        monkeypatch.setattr(queue, "_call", cut_off_behind)
+        assert queue.take_over("r", next_step=0) == with_store(server.url, lambda s: s.get_run("r")).epoch == 1
+        queue.close()
 
 
 def test_the_queue_is_bounded_and_takes_a_group_once(url, queue):

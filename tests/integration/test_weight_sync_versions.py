@@ -83,8 +83,8 @@ def test_what_is_fetched_is_what_was_published_and_publishing_again_changes_noth
         (info,) = publisher.versions("demo")
         assert (info.version, info.nbytes) == (manifest.version, sum(e.nbytes for e in manifest.tensors))
         assert abs(info.published_at - time.time()) < DEADLINE_S
-        assert publisher.newest("demo") == manifest.version
-        assert publisher.newest("nothing") is None
+        assert publisher.versions("demo")[-1].version == manifest.version
+        assert publisher.versions("nothing") == []
         got = publisher.manifest("demo", manifest.version.digest)
         assert got == manifest
         verify(got, fetch(got, address=process.address, deadline_s=DEADLINE_S))
@@ -145,7 +145,7 @@ def test_the_same_step_with_other_weights_is_a_conflict_and_goes_into_a_new_line
         with pytest.raises(VersionConflict, match="under a new lineage"):
             publish(publisher, 1, seed=100)
         forked = publish(publisher, 1, seed=100, lineage=1)
-        assert publisher.newest("demo") == forked.version
+        assert publisher.versions("demo")[-1].version == forked.version
         assert process.need(1)
         fleet = asyncio.run(watch(process.address, lambda _, fleet: fleet.needed_step == 1))
         assert [(v.lineage, v.step) for v in fleet.versions] == [(0, 0), (1, 1)], "the orphan is not offered"
