@@ -272,7 +272,16 @@ def test_an_empty_batch_changes_nothing(model: Path, world: World) -> None:
         versions=(),
         **{
             name: getattr(batch, name)[:0]
-            for name in ("reward_N", "group_N", "num_tokens_N", "sequence_T", "rollout_T", "top1_T", "version_T")
+            for name in (
+                "reward_N",
+                "group_N",
+                "num_tokens_N",
+                "sequence_T",
+                "segment_T",
+                "rollout_T",
+                "top1_T",
+                "version_T",
+            )
         },
     )
     before = masters(learner)
