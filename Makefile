@@ -66,6 +66,7 @@ protos: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_correction_plots.py
 
 # docker-compose and promtool are not pip packages (Debian: docker-compose, prometheus), so `make test` checks the same
 # files with the compose schema and a PromQL parser instead.
