@@ -113,9 +113,10 @@ class RunConfig:
             raise ValueError(
                 f"{self.algorithm.advantage} compares siblings: samples_per_prompt must be at least 2, got 1"
             )
-        if self.queue_batches and self.queue_batches <= self.checkpoint_interval + self.lag:
+        least = self.checkpoint_interval + self.lag + 1
+        if self.queue_batches and self.queue_batches <= least:
             raise ValueError(
-                f"queue_batches must exceed checkpoint_interval + lag = {self.checkpoint_interval + self.lag}, "
+                f"queue_batches must exceed checkpoint_interval + lag + 1 = {least}, "
                 f"got {self.queue_batches}: entries stay queued until a checkpoint covers them, so the run would deadlock"
             )
 
