@@ -80,7 +80,7 @@ def sapo(
 ) -> TokenLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)): a smooth gate, gradient -A r at r = 1. https://arxiv.org/abs/2511.20347."""
     positive, negative = config.sapo_tau
-    tau_T = torch.where(advantage_T > 0, positive, negative).to(logprob_T.dtype)
+    tau_T = torch.full_like(advantage_T, negative).masked_fill(advantage_T > 0, positive)
     gate_T = 4 / tau_T * torch.sigmoid(tau_T * (safe_exp(logprob_T - behind_T) - 1))
     return TokenLoss(-advantage_T * gate_T, torch.zeros_like(logprob_T, dtype=torch.bool))
 

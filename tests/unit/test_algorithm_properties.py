@@ -274,6 +274,54 @@ def test_topr_reinforces_the_good_and_tapers_the_bad(values: Tensor, delta: Tens
     torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-15)
 
 
+@given(logprobs, deltas, signs)
+def test_sapo_has_the_gradient_of_its_gate(values: Tensor, delta: Tensor, advantage: Tensor) -> None:
+    _, grad = graded(LOSSES["sapo"], batch(values, values, values - delta, advantage))
+    tau = torch.where(advantage > 0, torch.tensor(1.0).double(), torch.tensor(1.05, dtype=torch.float64))
+    gate = torch.sigmoid(tau * (delta.exp() - 1))
+    torch.testing.assert_close(grad, -advantage * 4 * gate * (1 - gate) * delta.exp() / T, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@given(logprobs, deltas, signs)
+def test_dppo_is_weighted_reinforce_where_its_filter_keeps(
+    name: str, values: Tensor, delta: Tensor, advantage: Tensor
+) -> None:
+    config = LOSSES[name]
+    _, grad = graded(config, batch(values, values, values - delta, advantage))
+    rule = Filter(on=name, high=config.clip_high, low=config.clip_low)  # type: ignore[arg-type]
+    kept = keep_tokens(values, values - delta, advantage, SEQUENCE, N, AlgorithmConfig(filters=(rule,)))
+    expected = torch.where(kept, -advantage * delta.exp().clamp(max=20) / T, 0.0)
+    torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-15)
+
+
+def test_a_dropped_token_leaves_the_mean_of_its_trajectory() -> None:
+    values = torch.full((T,), -1.0, dtype=torch.float64)
+    accepted = torch.arange(T) != 2
+    for name in ("gspo", "topr"):
+        losses = []
+        for odd in (0.0, 0.1):
+            rollout = torch.where(accepted, values, values - odd)
+            losses.append(
+                graded(LOSSES[name], batch(values, values, rollout, -torch.ones_like(values), accepted_T=accepted))
+            )
+        assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    rollout = torch.where(accepted, values - 0.1, values)
+    _, grad = graded(LOSSES["gspo"], batch(values, values, rollout, -torch.ones_like(values), accepted_T=accepted))
+    assert grad[0].item() == pytest.approx(math.exp(0.1) / T, rel=1e-12)
+
+
+def test_normalised_weights_scale_the_loss_by_their_mean() -> None:
+    values = torch.linspace(-3, -0.1, T, dtype=torch.float64)
+    tensors = batch(values, values, values - 0.1, torch.ones_like(values))
+    plain, halved = (
+        graded(AlgorithmConfig(), tensors),
+        graded(AlgorithmConfig(batch_normalize=True), {**tensors, "mean_weight": 2.0}),
+    )
+    assert torch.equal(halved[0] * 2, plain[0])
+    assert torch.equal(halved[1] * 2, plain[1])
+
+
 def test_the_entropy_bonus_has_the_mask_and_the_scale_of_the_loss() -> None:
     one = torch.full((T,), -1.0, dtype=torch.float64)
     entropy = torch.linspace(0.1, 2, T, dtype=torch.float64).requires_grad_()

@@ -194,6 +194,13 @@ def test_tokens_with_mixed_kv_belong_to_no_version(engine: Engine, config: RunCo
     assert set(batch.version_T.tolist()) == {-1}
 
 
+def test_tokens_between_two_tool_answers_are_one_segment(engine: Engine, config: RunConfig) -> None:
+    groups = groups_of(engine, config, 1, lengths=[6, 1, 1, 6], tool_tokens=2)
+    batch = build_batch(groups, config, step=0, vocab_size=VOCAB)
+    assert batch.segment_T.tolist() == [0, 1, 1, 1, 2, 3, 4, 5, 5, 5]
+    assert batch.sequence_T.tolist() == [0, 0, 0, 0, 1, 2, 3, 3, 3, 3]
+
+
 def test_a_batch_of_dropped_groups_has_nothing_to_run(config: RunConfig) -> None:
     batch = build_batch([], config, step=0, vocab_size=VOCAB)
     assert (batch.num_tokens, batch.num_sequences, batch.mini_steps) == (0, 0, ())
