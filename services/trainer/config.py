@@ -22,6 +22,8 @@ class TrainerConfig:
     """How published bytes travel."""
     directory: str | None = None
     """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
+    delta: bool = True
+    """Over `grpc`, send only what changed since the version before."""
     run: str | None = None
     """Train only the run of this name; None: whatever run is not over."""
     exit_when_done: bool = False
