@@ -26,13 +26,13 @@ from torch import Tensor
 
 from benchmarks.harness import Record, arguments, report, save
 from shared.config import unstructure
-from shared.models import resolve_model
 from shared.wire import delta
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
 from shared.wire.tensor_file import read_file
 from shared.wire.tensors import RawTensor, build_manifest, raw_view
 from shared.wire.weights import Publisher, fetch
+from timzero.model.get import get
 
 MODEL = "smollm2-135m-instruct"
 LEARNING_RATES = (1e-6, 1e-5, 1e-4, 1e-3)
@@ -47,7 +47,7 @@ Versions = list[dict[str, RawTensor]]
 def masters_of_model() -> dict[str, Tensor]:
     """float32 masters as training leaves them: anywhere in the cell that rounds to the published weight."""
     generator = torch.Generator().manual_seed(0)
-    path = Path(resolve_model(MODEL)) / "model.safetensors"
+    path = get(MODEL) / "model.safetensors"
     masters = {}
     for name, raw in read_file(path).items():
         weights = torch.frombuffer(bytearray(raw.data), dtype=torch.bfloat16).reshape(raw.shape)

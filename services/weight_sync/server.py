@@ -174,7 +174,7 @@ class Servicer(WeightSyncServicer):
                 manifest, path = self._store.manifest(version), self._store.weights(version)
                 stream, transport = await asyncio.to_thread(download, path, manifest, request.names), "grpc"
             while chunk := await asyncio.to_thread(next, stream, None):
-                metric(names.WEIGHT_SYNC_BYTES).labels(transport).inc(len(chunk.data))
+                metric(names.WEIGHT_SYNC_BYTES).labels(transport).inc(chunk.ByteSize())
                 yield chunk
 
     # Dispatcher

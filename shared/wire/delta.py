@@ -19,7 +19,7 @@ import zstandard
 
 from shared.wire.pb.weight_sync_pb2 import BITMAP, GAPS, RAW, Encoding, Manifest, TensorChunk
 from shared.wire.rpc import CHUNK_BYTES
-from shared.wire.tensors import ITEM_BYTES, DigestMismatch, RawTensor, chunks, raw_view
+from shared.wire.tensors import ITEM_BYTES, DigestMismatch, RawChunk, RawTensor, chunks, raw_view
 
 ZSTD_LEVEL = 1
 """Higher levels were a few percent smaller and many times slower."""
@@ -56,10 +56,10 @@ def encode(new: memoryview, base: memoryview, *, item_bytes: int) -> tuple[Encod
     return (encoding, data) if len(data) < len(new) else (RAW, bytes(new))
 
 
-def decode(encoding: Encoding, data: bytes, base: memoryview, *, item_bytes: int) -> bytes:
+def decode(encoding: Encoding, data: bytes, base: memoryview, *, item_bytes: int) -> memoryview:
     """The chunk that `encode` was given with this base; with another, some other bytes. Raises DeltaError."""
     if not data:
-        return bytes(base)
+        return base
     elements = np.frombuffer(base, _item(item_bytes)).copy()
     num_bitmap = -(-len(elements) // 8)
     payload = _decompress(data, limit=num_bitmap + len(elements) * (_GAP.itemsize + item_bytes))
@@ -76,7 +76,7 @@ def decode(encoding: Encoding, data: bytes, base: memoryview, *, item_bytes: int
     if rest or not len(where) or where[-1] >= len(elements):
         raise DeltaError(f"{len(payload)} bytes do not describe changes of {len(elements)} elements")
     elements[where] += _unzigzag(_join(payload[num_where:], elements.dtype))
-    return elements.tobytes()
+    return raw_view(elements)
 
 
 def delta_chunks(
@@ -97,7 +97,7 @@ def delta_chunks(
 
 def decoded(
     stream: Iterable[TensorChunk], manifest: Manifest, *, base: Mapping[str, RawTensor]
-) -> Iterator[TensorChunk]:
+) -> Iterator[TensorChunk | RawChunk]:
     """Raw chunks of a stream whose chunks may be encoded. Raises DigestMismatch when one can't be decoded with this base."""
     item_bytes = {e.name: ITEM_BYTES[e.dtype] for e in manifest.tensors}
     for chunk in stream:
@@ -111,7 +111,7 @@ def decoded(
             data = decode(chunk.encoding, chunk.data, old, item_bytes=item_bytes[chunk.name])
         except ValueError as error:
             raise DigestMismatch(chunk.name, "an encoded chunk", str(error)) from error
-        yield TensorChunk(name=chunk.name, offset=chunk.offset, data=data)
+        yield RawChunk(chunk.name, chunk.offset, data)
 
 
 def _item(num_bytes: int) -> np.dtype:

@@ -62,7 +62,7 @@ REPLICA_RPC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one publish took: bytes of tensors on the wire or in the directory, and bytes of the version."""
+    """What one publish took: bytes on the wire (framing of the chunks included) or in the directory, and those of the version."""
 
     num_bytes: int
     full_bytes: int
@@ -151,7 +151,7 @@ class Publisher:
         if not manifest.uri:
             stream = delta_chunks(manifest, tensors, base=base.tensors) if base else chunks(manifest, tensors)
             for chunk in stream:
-                self._num_sent += len(chunk.data)
+                self._num_sent += chunk.ByteSize()
                 yield pb.PublishChunk(chunk=chunk)
 
     def retain(self, run: str, oldest_step: int, *, epoch: int, deadline_s: float) -> int:

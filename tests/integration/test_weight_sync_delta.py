@@ -61,6 +61,11 @@ def moved(process: Process, transport: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(label))
 
 
+def is_whole(publisher: Publisher) -> bool:
+    """Whether all bytes of the version were sent, once, with a little framing."""
+    return 1 < publisher.sent.num_bytes / publisher.sent.full_bytes < 1.001
+
+
 def delta_file(process: Process, step: int) -> Path:
     (path,) = process.data_dir.glob(f"demo/*-{step}-*/delta.chunks")
     return path
@@ -74,7 +79,8 @@ def test_a_delta_is_sent_and_fetched_and_all_bytes_are_kept(process: Process) ->
     v = versions()
     with process.publisher() as publisher:
         publish(publisher, 0, v[0])
-        assert (publisher.sent.num_bytes, delta_files(process)) == (publisher.sent.full_bytes, [])
+        assert is_whole(publisher)
+        assert delta_files(process) == []
         for step in (1, 2):
             manifest = publish(publisher, step, v[step])
             assert 0 < publisher.sent.num_bytes < 0.1 * publisher.sent.full_bytes
@@ -86,7 +92,7 @@ def test_a_delta_is_sent_and_fetched_and_all_bytes_are_kept(process: Process) ->
         assert moved(process, "grpc-delta") - before["grpc-delta"] == publisher.sent.num_bytes
         assert moved(process, "grpc") == before["grpc"]
         verify(manifest, fetched(process, manifest, None))
-        assert moved(process, "grpc") - before["grpc"] == publisher.sent.full_bytes
+        assert moved(process, "grpc") - before["grpc"] > publisher.sent.full_bytes
         publish(publisher, 2, v[2])
         assert publisher.sent.num_bytes < publisher.sent.full_bytes, "published again, nothing is read"
         assert len(publisher.versions("demo")) == 3
@@ -101,7 +107,7 @@ def test_without_delta_and_in_a_directory_every_version_is_whole(process: Proces
     with Publisher(process.address, delta=False) as publisher:
         for step in (0, 1):
             assert publish(publisher, step, v[step]).base_digest == ""
-            assert publisher.sent.num_bytes == publisher.sent.full_bytes
+            assert is_whole(publisher)
     with process.publisher(tmp_path / "shared") as publisher:
         for step in (0, 1):
             manifest = publish(publisher, step, v[step], lineage=1)
@@ -119,7 +125,8 @@ def test_a_base_that_weight_sync_lost_makes_the_trainer_send_all_bytes(process: 
         before = fallbacks("publish", "no_base")
         manifest = publish(publisher, 1, v[1])
         assert fallbacks("publish", "no_base") == before + 1
-        assert (manifest.base_digest, publisher.sent.num_bytes >= publisher.sent.full_bytes) == ("", True)
+        assert manifest.base_digest == ""
+        assert publisher.sent.num_bytes > publisher.sent.full_bytes
         verify(manifest, fetched(process, manifest, v[0]))
         assert publish(publisher, 2, v[2]).base_digest == manifest.version.digest, "from the next one on, deltas again"
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from shared.wire.delta import decoded
 from shared.wire.pb.weight_sync_pb2 import Manifest, TensorChunk, TensorEntry
 from shared.wire.tensor_file import file_layout, read_file
-from shared.wire.tensors import ChunkSink, DigestMismatch, RawTensor, chunks
+from shared.wire.tensors import Buffer, ChunkSink, DigestMismatch, RawTensor, chunks
 
 _LENGTH_BYTES = 4
 
@@ -48,7 +48,7 @@ class Upload:
         """Raises DigestMismatch, OSError."""
         for raw in decoded([chunk], self._manifest, base=self._base):
             self._sink.add(raw)
-        self.num_bytes += len(chunk.data)
+        self.num_bytes += chunk.ByteSize()
         if self._delta:
             message = chunk.SerializeToString()
             self._delta.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
@@ -66,7 +66,7 @@ class Upload:
         if self._delta:
             self._delta.close()
 
-    def _write(self, entry: TensorEntry, offset: int, data: bytes) -> None:
+    def _write(self, entry: TensorEntry, offset: int, data: Buffer) -> None:
         view, position = memoryview(data), self._begins[entry.name] + offset
         while view:
             written = os.pwrite(self._file.fileno(), view, position)
