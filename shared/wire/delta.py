@@ -42,17 +42,15 @@ def encode(new: memoryview, base: memoryview, *, item_bytes: int) -> tuple[Encod
     dtype = _item(item_bytes)
     difference = np.frombuffer(new, dtype) - np.frombuffer(base, dtype)
     is_changed = difference != 0
-    num_changed = int(np.count_nonzero(is_changed))
-    if num_changed == 0:
+    # Taking by positions: by the mask it is several times slower.
+    positions = np.flatnonzero(is_changed)
+    if not len(positions):
         return GAPS, b""
-    if num_changed < BITMAP_SHARE * len(difference):
-        encoding, positions = GAPS, np.flatnonzero(is_changed)
-        where = _split(np.diff(positions, prepend=0).astype(_GAP))
-        changes = difference[positions]
+    if len(positions) < BITMAP_SHARE * len(difference):
+        encoding, where = GAPS, _split(np.diff(positions, prepend=0).astype(_GAP))
     else:
         encoding, where = BITMAP, np.packbits(is_changed).tobytes()
-        changes = difference[is_changed]
-    data = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(where + _split(_zigzag(changes)))
+    data = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(where + _split(_zigzag(difference[positions])))
     return (encoding, data) if len(data) < len(new) else (RAW, bytes(new))
 
 
@@ -69,7 +67,7 @@ def decode(encoding: Encoding, data: bytes, base: memoryview, *, item_bytes: int
         where = np.cumsum(_join(payload[:num_where], _GAP), dtype=np.int64)
     elif encoding == BITMAP:
         num_where = num_bitmap
-        where = np.flatnonzero(np.unpackbits(np.frombuffer(payload[:num_where], np.uint8)))
+        where = np.flatnonzero(np.unpackbits(np.frombuffer(payload[:num_where], np.uint8)).view(bool))
         rest = len(payload) - num_where - len(where) * item_bytes
     else:
         raise DeltaError(f"unknown encoding {encoding}")
