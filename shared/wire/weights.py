@@ -94,7 +94,7 @@ class Publisher:
         *,
         transport: Literal["directory", "grpc"] = "grpc",
         directory: Path | None = None,
-        delta: bool = True,
+        delta: bool = False,
     ) -> None:
         if (transport == "directory") != (directory is not None):
             raise ValueError(f"a directory goes with transport 'directory', got {transport!r} and {directory}")

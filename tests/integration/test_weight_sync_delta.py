@@ -31,6 +31,10 @@ def process(tmp_path: Path) -> Iterator[Process]:
         yield started
 
 
+def sender(process: Process) -> Publisher:
+    return Publisher(process.address, delta=True)
+
+
 def versions(num: int = 3, *, elements: int = 3_000_000) -> list[Tensors]:
     """Each some elements away from the one before, as training leaves them."""
     rng = np.random.default_rng(0)
@@ -77,7 +81,7 @@ def fetched(process: Process, manifest: pb.Manifest, base: Tensors | None) -> Te
 
 def test_a_delta_is_sent_and_fetched_and_all_bytes_are_kept(process: Process) -> None:
     v = versions()
-    with process.publisher() as publisher:
+    with sender(process) as publisher:
         publish(publisher, 0, v[0])
         assert is_whole(publisher)
         assert delta_files(process) == []
@@ -104,11 +108,11 @@ def delta_files(process: Process) -> list[Path]:
 
 def test_without_delta_and_in_a_directory_every_version_is_whole(process: Process, tmp_path: Path) -> None:
     v = versions(2)
-    with Publisher(process.address, delta=False) as publisher:
+    with process.publisher() as publisher:
         for step in (0, 1):
             assert publish(publisher, step, v[step]).base_digest == ""
             assert is_whole(publisher)
-    with process.publisher(tmp_path / "shared") as publisher:
+    with Publisher(process.address, transport="directory", directory=tmp_path / "shared", delta=True) as publisher:
         for step in (0, 1):
             manifest = publish(publisher, step, v[step], lineage=1)
             assert (manifest.base_digest, publisher.sent.num_bytes) == ("", publisher.sent.full_bytes)
@@ -117,7 +121,7 @@ def test_without_delta_and_in_a_directory_every_version_is_whole(process: Proces
 
 def test_a_base_that_weight_sync_lost_makes_the_trainer_send_all_bytes(process: Process) -> None:
     v = versions(3)
-    with process.publisher() as publisher:
+    with sender(process) as publisher:
         publish(publisher, 0, v[0])
         process.kill()
         shutil.rmtree(process.data_dir / "demo")
@@ -133,7 +137,7 @@ def test_a_base_that_weight_sync_lost_makes_the_trainer_send_all_bytes(process: 
 
 def test_a_base_with_other_bytes_makes_the_trainer_send_all_bytes(process: Process) -> None:
     v = versions(2)
-    with process.publisher() as publisher:
+    with sender(process) as publisher:
         publish(publisher, 0, v[0])
         (path,) = process.data_dir.glob("demo/*/weights.safetensors")
         with path.open("r+b") as file:
@@ -153,7 +157,7 @@ def test_a_base_with_other_bytes_makes_the_trainer_send_all_bytes(process: Proce
 )
 def test_a_replica_that_a_delta_does_not_help_fetches_all_bytes(process: Process, damage: str) -> None:
     v = versions(2)
-    with process.publisher() as publisher:
+    with sender(process) as publisher:
         publish(publisher, 0, v[0])
         manifest = publish(publisher, 1, v[1])
     path, base = delta_file(process, 1), dict(v[0])
@@ -177,7 +181,7 @@ def test_a_replica_that_a_delta_does_not_help_fetches_all_bytes(process: Process
 
 def test_a_delta_outlives_a_restart_and_its_base(process: Process) -> None:
     v = versions(3)
-    with process.publisher() as publisher:
+    with sender(process) as publisher:
         for step in (0, 1):
             manifest = publish(publisher, step, v[step])
         assert publisher.retain("demo", 1, epoch=1, deadline_s=DEADLINE_S) == 1
@@ -193,7 +197,7 @@ def test_a_delta_outlives_a_restart_and_its_base(process: Process) -> None:
 
 def test_deltas_are_fenced_and_conflict_as_whole_versions_do(process: Process) -> None:
     v = versions(3)
-    with process.publisher() as old, process.publisher() as new:
+    with sender(process) as old, sender(process) as new:
         publish(old, 0, v[0])
         publish(new, 0, v[0], epoch=2)
         with pytest.raises(Fenced):
@@ -210,7 +214,7 @@ def test_a_real_replica_applies_deltas_to_what_it_serves_and_passes_the_probe(tm
     # A probe takes weights that the replica can compute with: two initialisations, which differ everywhere.
     with (
         running(tmp_path, "heartbeat_s=0.2", "lease_s=10") as process,
-        process.publisher() as publisher,
+        sender(process) as publisher,
         replica(process.address, replica="a") as (_, stub),
     ):
         for seed in (0, 1):
