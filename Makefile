@@ -52,7 +52,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-all: PYTEST_ARGS += -m 'not gpu'
 test-all: test
@@ -66,6 +66,7 @@ protos: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_correction_plots.py
 
 # docker-compose and promtool are not pip packages (Debian: docker-compose, prometheus), so `make test` checks the same
 # files with the compose schema and a PromQL parser instead.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 # Set before torch is imported anywhere: two processes with two threads each on two cores lose half to contention.
@@ -23,6 +24,12 @@ import sys
 # Exactly what an absent package looks like: `import` fails and importlib.util.find_spec answers None.
 sys.modules.update(dict.fromkeys(["torch", "triton", "torchvision", "shared.kernels", "shared.models"]))
 """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton decides when it is imported whether it interprets its kernels on the CPU; a run of the `gpu` tests must not."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

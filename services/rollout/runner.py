@@ -74,9 +74,9 @@ class ModelRunner:
                 seq.num_tabled_pages = num_pages
         starts_S, ends_S, slots_S = np.array([(c.start, c.end, c.seq.slot) for c in chunks], np.int64).T
         num_pages = -(-int(ends_S.max()) // self._page_size)
-        rows = self._page_tables[slots_S, :num_pages, None] * self._page_size + np.arange(self._page_size)
         return AttentionLayout(
             q_lens=torch.from_numpy(ends_S - starts_S),
             context_lens=torch.from_numpy(ends_S.copy()),
-            kv_rows=torch.from_numpy(rows.reshape(len(chunks), -1)),
+            pages=torch.from_numpy(self._page_tables[slots_S, :num_pages]),
+            page_size=self._page_size,
         )

@@ -3,13 +3,14 @@
 Every step gives each running sequence, oldest first, one chunk: its next token in decode, up to `max_chunk_tokens` of
 what is not computed in prefill. Then waiting sequences are admitted in arrival order. Pages are allotted optimistically,
 for the tokens that exist; when they run out the youngest running sequence is preempted: it gives up its pages, keeps its
-tokens and its place in the queue, and is computed again later. The oldest is never preempted for another and one
-sequence of full length fits in the cache, so it always advances.
+tokens and its place in the queue, and is computed again later. The oldest that runs is never preempted for another and one
+sequence of full length fits in the cache, so it always advances. Nobody overtakes a waiting sequence, except while it waits
+for the prompt pages of an older sibling.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from services.rollout.kv_cache import PagePool
@@ -106,8 +107,8 @@ class Scheduler:
                 # A sibling computes this prompt right now; its pages are free of charge in a step or two.
                 remaining.append(seq)
                 continue
-            # One spare page for each that runs: without it the next page boundary would preempt who just came in.
-            if not self.pages.allocate(seq, hits, spare=len(self.running)):
+            # One spare page for each older one that runs: without it its next page boundary would preempt who just came in.
+            if not self.pages.allocate(seq, hits, spare=bisect_left(self.running, seq.arrival, key=_arrival)):
                 remaining += self.waiting[position:]
                 break
             self.num_prefix_hit_tokens += seq.num_computed

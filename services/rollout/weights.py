@@ -76,7 +76,7 @@ class ServedModel:
     numerics: Numerics
     decoder: Decoder
     head32: Tensor | None
-    """[V, D] float32, the head as the exact product takes it; None in fast mode."""
+    """[V, D] float32, the head as the exact product on a CPU takes it; None elsewhere."""
 
     @property
     def version(self) -> Version:
@@ -97,7 +97,7 @@ def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors:
     except RuntimeError as error:
         raise BadManifest(f"the tensors of run {manifest.run} do not fit its model config: {error}") from error
     decoder.requires_grad_(False).eval()
-    head32 = decoder.head_weight.float() if run.config.numerics == "exact" else None
+    head32 = numerics.ops.widen_head(decoder.head_weight)
     return ServedModel(manifest, run, numerics, decoder, head32)
 
 

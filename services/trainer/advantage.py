@@ -23,14 +23,24 @@ def grpo(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Te
     A group with one survivor, or whose survivors scored alike, teaches nothing: exactly 0. DeepSeekMath,
     https://arxiv.org/abs/2402.03300.
     """
-    advantage_N = torch.zeros_like(reward_N)
-    for group in group_N.unique().tolist():
-        members = (group_N == group) & accepted_N
-        reward = reward_N[members]
-        if len(reward) < 2 or bool(reward.min() == reward.max()):
-            continue
-        advantage_N[members] = (reward - reward.mean()) / (reward.std() + GRPO_EPSILON)
-    return advantage_N
+    return _by_group(reward_N, group_N, accepted_N, lambda r: (r - r.mean()) / (r.std() + GRPO_EPSILON))
+
+
+def dr_grpo(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """A = R - mean of the accepted siblings. https://arxiv.org/abs/2503.20783."""
+    return _by_group(reward_N, group_N, accepted_N, lambda r: r - r.mean())
+
+
+def rloo(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """Leave one out: A = R - mean of the others = (R - mean) G / (G - 1). https://arxiv.org/abs/2402.14740."""
+    return _by_group(reward_N, group_N, accepted_N, lambda r: (r - r.mean()) * len(r) / (len(r) - 1))
+
+
+def maxrl(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """A = (R - mean) / mean, for rewards >= 0; a group whose mean is not above 0 teaches nothing. As in prime-rl."""
+    return _by_group(
+        reward_N, group_N, accepted_N, lambda r: (r - r.mean()) / r.mean() if r.mean() > 0 else torch.zeros_like(r)
+    )
 
 
 def reinforce_whitened(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
@@ -48,9 +58,41 @@ def reinforce_whitened(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, 
     return torch.where(accepted_N, (reward_N - mean) * torch.rsqrt(variance + WHITEN_EPSILON), 0.0)
 
 
+def reinforce_baseline(reward_N: Tensor, group_N: Tensor, num_tokens_N: Tensor, accepted_N: Tensor) -> Tensor:
+    """REINFORCE++-baseline: R - mean of the accepted siblings, then whitened over the batch. https://arxiv.org/abs/2501.03262."""
+    centred_N = dr_grpo(reward_N, group_N, num_tokens_N, accepted_N)
+    return reinforce_whitened(centred_N, group_N, num_tokens_N, accepted_N)
+
+
+def _by_group(reward_N: Tensor, group_N: Tensor, accepted_N: Tensor, formula: Callable[[Tensor], Tensor]) -> Tensor:
+    """`formula` over the accepted of each group; 0 for the rejected, a lone survivor, and equal rewards."""
+    advantage_N = torch.zeros_like(reward_N)
+    for group in group_N.unique().tolist():
+        members = (group_N == group) & accepted_N
+        reward = reward_N[members]
+        if len(reward) < 2 or bool(reward.min() == reward.max()):
+            continue
+        advantage_N[members] = formula(reward)
+    return advantage_N
+
+
+def shape_overlong(reward_N: Tensor, num_tokens_N: Tensor, *, limit: int, buffer: int, factor: float) -> Tensor:
+    """R + min(-(length - (limit - buffer)) / buffer * factor, 0): the last `buffer` tokens cost up to `factor`, as in DAPO.
+
+    https://arxiv.org/abs/2503.14476, as verl reads it. `num_tokens_N`: sampled tokens of each trajectory.
+    """
+    over_N = num_tokens_N.double() - (limit - buffer)
+    return reward_N + (-over_N / buffer * factor).clamp(max=0.0)
+
+
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "reinforce_baseline": reinforce_baseline,
     "reinforce_whitened": reinforce_whitened,
+    "reinforce_plus_plus": reinforce_whitened,
 }
 
 

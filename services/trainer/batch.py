@@ -89,6 +89,8 @@ class Batch:
     """[N] int64 trainable tokens."""
     sequence_T: Tensor
     """[T] int64: trajectory of each token."""
+    segment_T: Tensor
+    """[T] int64: turn of each token, numbered over the batch; the trainable tokens of a turn follow one another."""
     rollout_T: Tensor
     """[T] float32 logprobs as the engine recorded them."""
     top1_T: Tensor
@@ -147,6 +149,7 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
         group_N=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(group_sizes, dtype=torch.int64)),
         num_tokens_N=num_tokens_N,
         sequence_T=torch.repeat_interleave(torch.arange(len(trajectories)), num_tokens_N),
+        segment_T=_segments(masks),
         rollout_T=_flat([t.logprobs for t in trajectories], masks, np.float32),
         top1_T=_flat([t.top1 for t in trajectories], masks, np.int32),
         version_T=_flat([_version_index(t, versions) for t in trajectories], masks, np.int64),
@@ -230,6 +233,13 @@ def _num_rows(trajectories: Sequence[Trajectory]) -> int:
 def _trainable(trajectory: Trajectory) -> np.ndarray:
     """[S] bool over the tokens behind the prompt."""
     return trajectory.loss_mask[trajectory.num_prompt_tokens :] != 0
+
+
+def _segments(masks: Sequence[np.ndarray]) -> Tensor:
+    """[T] int64: runs of trainable tokens, counted up."""
+    flat = [np.concatenate([[0], m]) for m in masks]
+    begins = np.concatenate([np.zeros(0, np.int64), *[np.diff(m.astype(np.int64))[m[1:] != 0] for m in flat]])
+    return torch.from_numpy(np.cumsum(begins) - 1)
 
 
 def _is_reproducible(span: Span) -> bool:

@@ -26,7 +26,8 @@ from services.trainer.batch import PolicyVersion
 from services.trainer.learner import Learner
 from services.trainer.policy import as_global, local_shards
 from services.trainer.weights import ForwardCopy
-from shared.config import unstructure
+from shared.config import ConfigError, structure, unstructure
+from shared.wire.run import RunConfig
 from shared.wire.tensor_file import fsync_directory
 
 LEDGER = "ledger.json"
@@ -103,6 +104,14 @@ def save(directory: Path, learner: Learner, *, keep: int) -> Path:
     return final
 
 
+def _is_of(ledger: Ledger, config: RunConfig) -> bool:
+    """A key that came into being behind the checkpoint has its default there."""
+    try:
+        return structure(RunConfig, ledger.run_config) == config
+    except ConfigError:
+        return False
+
+
 def load(path: Path, learner: Learner) -> Ledger:
     """Put a checkpoint into a freshly built learner. All ranks must call it.
 
@@ -110,7 +119,7 @@ def load(path: Path, learner: Learner) -> Ledger:
         CheckpointError: of another run or configuration, or unreadable.
     """
     ledger = read_ledger(path)
-    if ledger.run_config != unstructure(learner.config):
+    if not _is_of(ledger, learner.config):
         raise CheckpointError(
             f"{path} belongs to a run of the same name with another configuration; give this run another name or another run_dir"
         )

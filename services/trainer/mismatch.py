@@ -112,10 +112,3 @@ def ulp_distance(a_T: Tensor, b_T: Tensor) -> int:
         return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
     return int((rank(a_T) - rank(b_T)).abs().max()) if len(a_T) else 0
-
-
-def effective_sample_size(weight_T: Tensor) -> float:
-    """(Σw)² / (n Σw²): 1 when all weights are equal; 0 without any."""
-    weight_T = weight_T.double()
-    squares = weight_T.square().sum()
-    return float(weight_T.sum().square() / (len(weight_T) * squares)) if bool(squares > 0) else 0.0

@@ -134,17 +134,17 @@ def accumulate_gradients(
     batch: Batch,
     mini_step: MiniStep,
     world: World,
-    loss_of: Callable[[MicroBatch, Tensor], Tensor],
+    loss_of: Callable[[MicroBatch, LogprobOutput], Tensor],
 ) -> TokenScores:
     """Forward and backward of one mini-step, micro-batch after micro-batch.
 
     Args:
-        loss_of: a micro-batch's share of the loss from its logprobs; a scalar connected to them.
+        loss_of: a micro-batch's share of the loss from its logprobs and entropies; a scalar connected to them.
 
     Returns:
         The scores of the mini-step's tokens (zeros elsewhere).
     """
-    return _run(decoder, batch, [mini_step], world, lambda micro, output: loss_of(micro, output.logprob).backward())
+    return _run(decoder, batch, [mini_step], world, lambda micro, output: loss_of(micro, output).backward())
 
 
 def _run(

@@ -16,6 +16,9 @@ from shared.metrics import names
 from shared.metrics.server import metric
 from shared.wire.weights import Sent
 
+CORRECTION_STATISTICS = ("k1", "k3", "chi2_token", "ess_raw", "ess_applied", "ppl_ratio", "skew_index")
+"""The few of the mismatch metrics that are exported; steps.jsonl has all."""
+
 
 def step_row(
     batch: Batch,
@@ -94,6 +97,10 @@ def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -
         (names.ENTROPY, "entropy"),
     ):
         metric(spec).labels(run=run).set(row[key])
+    for statistic in CORRECTION_STATISTICS:
+        # Absent where the batch has no tokens.
+        if statistic in row["mismatch"]["correction"]:
+            metric(names.CORRECTION).labels(run=run, statistic=statistic).set(row["mismatch"]["correction"][statistic])
     for name, (start, end) in row["phases"].items():
         metric(names.STEP_SECONDS).labels(run=run, phase=name).observe(end - start)
     observe_all(metric(names.STALENESS_STEPS).labels(run=run), result.staleness_T)

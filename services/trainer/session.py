@@ -120,17 +120,20 @@ class Session:
             current = self.learner.copies.current.version
             self._publish(self.learner.copies.take(current.step + 1, lineage=current.lineage))
 
-    def publish_current(self) -> None:
-        """At the start of a session: the current version again, which proves that the checkpoint holds it."""
-        self._publish(self.learner.copies.current)
+    def publish_lost(self, *, at_start: bool = False) -> None:
+        """What weight_sync does not hold (any more) of the versions that a batch may need, oldest first: an evaluation whose
+        version is missing below a newer one is dropped.
 
-    def publish_lost(self) -> None:
-        """What weight_sync does not hold any more of the versions that a batch may need."""
+        Args:
+            at_start: of a session: the current version in any case, which proves that the checkpoint holds it.
+        """
         published = self._link.published(self.config.run)
-        if published is not None:
-            for copy in self.learner.copies.held:
-                if copy.version.digest not in published:
-                    self._publish(copy)
+        if published is None and not at_start:
+            return
+        held = self.learner.copies.held
+        for copy in held:
+            if copy.version.digest not in (published or ()) or (at_start and copy is held[-1]):
+                self._publish(copy)
 
     def _publish(self, copy: ForwardCopy) -> None:
         learner = self.learner
@@ -232,8 +235,7 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
     board.set(kernels=kernels, fingerprint=numerics, epoch=link.epoch, checkpoint_step=step, step=step)
     report.export_kernels(kernels)
     session = Session(config, learner, link, board, directory, numerics, durable_step=step)
-    session.publish_current()
-    session.publish_lost()
+    session.publish_lost(at_start=True)
     log.info("run loaded", run=config.run, step=step, resumed=newest is not None, fingerprint=numerics)
     return session
 

@@ -1,10 +1,11 @@
-"""Every operation that can touch a logprob (torch only)."""
+"""Every operation that can touch a logprob (torch; on CUDA triton too)."""
 
 from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.logprob import LogprobOutput
-from shared.kernels.ops import Mode, Ops, build_ops
+from shared.kernels.machine import default_dtype
+from shared.kernels.ops import InexactKernelError, Mode, Ops, build_ops
 from shared.kernels.sampling import SampleOutput, SamplingParams
-from shared.kernels.self_check import InexactKernelError, default_dtype, fingerprint, self_check
+from shared.kernels.self_check import fingerprint, self_check
 
 __all__ = [
     "AttentionLayout",

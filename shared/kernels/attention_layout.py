@@ -7,12 +7,16 @@ Legend: S sequences, T query rows of all sequences, L padded context, n tiles of
 M rows of a tile (q x GQA group, padded to 16), b blocks of BLOCK keys.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 BLOCK = 64
 """Keys of one block; blocks are anchored at absolute positions. Part of the bits."""
@@ -59,32 +63,47 @@ class AttentionLayout:
         AttentionLayout(q_lens=tensor([3, 2]), context_lens=tensor([3, 2]), kv_rows=tensor([[0, 1, 2], [3, 4, 0]]))
     """
 
-    def __init__(self, q_lens: Tensor, context_lens: Tensor, kv_rows: Tensor) -> None:
-        """Check and keep.
+    def __init__(
+        self,
+        q_lens: Tensor,
+        context_lens: Tensor,
+        kv_rows: Tensor | None = None,
+        *,
+        pages: Tensor | None = None,
+        page_size: int = 1,
+    ) -> None:
+        """Check and keep; give `kv_rows`, or `pages` and their size.
 
         Args:
             q_lens: [S] int64 on the CPU, each >= 1.
             context_lens: [S] int64 on the CPU: keys of the sequence, its queries included.
             kv_rows: [S, L] int64 on the CPU: the store row of each position; anything beyond the context is ignored.
+            pages: [S, P] int64 on the CPU: page of each `page_size` positions; page p is the store rows from p * page_size on.
+            page_size: rows of a page.
 
         Raises:
             ValueError: shapes or lengths that do not fit each other.
         """
-        self.q_lens, self.context_lens, self.kv_rows = q_lens, context_lens, kv_rows
+        named = kv_rows if pages is None else pages
+        if named is None or (kv_rows is not None and pages is not None):
+            raise ValueError("an attention layout needs kv_rows or pages, one of the two; name the rows, or the pages")
+        self.q_lens, self.context_lens, self.page_size = q_lens, context_lens, page_size
+        self.pages = named
+        """[S, P] int64; with a page_size of 1 the pages are rows."""
         num_sequences = self.q_lens.shape[0]
-        if self.context_lens.shape != (num_sequences,) or self.kv_rows.shape[:1] != (num_sequences,):
+        if self.context_lens.shape != (num_sequences,) or self.pages.shape[:1] != (num_sequences,):
             raise ValueError(
                 f"an attention layout needs q_lens [S], context_lens [S] and kv_rows [S, L], got {list(self.q_lens.shape)}, "
-                f"{list(self.context_lens.shape)} and {list(self.kv_rows.shape)}; give one entry per sequence"
+                f"{list(self.context_lens.shape)} and {list(self.pages.shape)}; give one entry per sequence"
             )
         if num_sequences and not bool(((self.q_lens >= 1) & (self.q_lens <= self.context_lens)).all()):
             raise ValueError(
                 f"every sequence needs 1 <= q_len <= context_len, got q_lens {self.q_lens.tolist()} and context_lens "
                 f"{self.context_lens.tolist()}; leave out sequences without queries and count queries as context"
             )
-        if num_sequences and int(self.context_lens.max()) > self.kv_rows.shape[1]:
+        if num_sequences and int(self.context_lens.max()) > self.pages.shape[1] * page_size:
             raise ValueError(
-                f"kv_rows holds {self.kv_rows.shape[1]} positions but a context has {int(self.context_lens.max())}; "
+                f"kv_rows holds {self.pages.shape[1] * page_size} positions but a context has {int(self.context_lens.max())}; "
                 "widen kv_rows to the longest context"
             )
 
@@ -94,33 +113,68 @@ class AttentionLayout:
         return int(self.q_lens.sum())
 
     @cached_property
+    def kv_rows(self) -> Tensor:
+        """[S, L] int64: the store row of each position."""
+        if self.page_size == 1:
+            return self.pages
+        return (self.pages[:, :, None] * self.page_size + torch.arange(self.page_size)).flatten(1)
+
+    @cached_property
     def query_rows(self) -> Tensor:
         """[T] int64: the store row of each query's own key and value, where a cache is to be written."""
-        sequence = torch.repeat_interleave(torch.arange(self.q_lens.shape[0]), self.q_lens)
-        return self.kv_rows[sequence, self.positions]
+        return self._rows(self.q_lens, self.positions)
+
+    @cached_property
+    def context_rows(self) -> Tensor:
+        """[sum of the contexts] int64: the store row of every position, sequence after sequence."""
+        return self._rows(self.context_lens, _last_positions(self.context_lens, self.context_lens))
+
+    def _rows(self, lens: Tensor, positions: Tensor) -> Tensor:
+        sequence = torch.repeat_interleave(torch.arange(lens.shape[0]), lens)
+        return self.pages[sequence, positions // self.page_size] * self.page_size + positions % self.page_size
 
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64: the absolute position of each query."""
-        first = torch.cumsum(self.q_lens, 0) - self.q_lens
-        offset = torch.repeat_interleave(self.context_lens - self.q_lens - first, self.q_lens)
-        return torch.arange(offset.shape[0]) + offset
+        return _last_positions(self.q_lens, self.context_lens)
 
     @cached_property
-    def _plans(self) -> dict[tuple[int, int, int | None], list[TileBatch]]:
+    def num_positions(self) -> int:
+        """One more than the largest position; known without asking a device."""
+        return int(self.context_lens.max()) if len(self.context_lens) else 0
+
+    def slots(self, device: torch.device) -> Tensor:
+        """`query_rows` on a device."""
+        return self.derived(("slots", device), lambda: self.query_rows.to(device))
+
+    @cached_property
+    def _plans(self) -> dict[Hashable, Any]:
         return {}
 
+    def derived(self, key: Hashable, build: Callable[[], T]) -> T:
+        """What `build` makes of this layout for one device and one kind of head, made once and shared by all layers."""
+        if key not in self._plans:
+            self._plans[key] = build()
+        return self._plans[key]
+
     def plan(self, num_heads: int, num_kv_heads: int, sliding_window: int | None) -> list[TileBatch]:
-        """The tile batches that cover every query once; computed once per layout, shared by all layers.
+        """The tile batches that cover every query once.
 
         Args:
             num_heads, num_kv_heads: H and Hkv.
             sliding_window: positions a query sees, itself included; None for all.
         """
-        key = (num_heads, num_kv_heads, sliding_window)
-        if key not in self._plans:
-            self._plans[key] = _plan(self, num_heads // num_kv_heads, num_kv_heads, sliding_window)
-        return self._plans[key]
+        return self.derived(
+            (num_heads, num_kv_heads, sliding_window),
+            lambda: _plan(self, num_heads // num_kv_heads, num_kv_heads, sliding_window),
+        )
+
+
+def _last_positions(lens: Tensor, context_lens: Tensor) -> Tensor:
+    """The last `lens[s]` positions of each context, sequence after sequence."""
+    first = torch.cumsum(lens, 0) - lens
+    offset = torch.repeat_interleave(context_lens - lens - first, lens)
+    return torch.arange(offset.shape[0]) + offset
 
 
 def _plan(layout: AttentionLayout, group: int, num_kv_heads: int, window: int | None) -> list[TileBatch]:

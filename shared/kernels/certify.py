@@ -2,8 +2,8 @@
 
 The class is "K ascending, one float32 accumulator" (`cuda.gemm.REFERENCE`). A member enters the table for a weight shape only if
 its bits equal the reference's for every row count it may be asked for, on wide exponents, with NaN and infinite rows around, at
-odd row offsets. The fastest certified member of a bucket of row counts is dispatched. The table is cached on disk under a key of
-device, driver, libraries and the kernels' source.
+odd row offsets. The fastest certified member of a bucket of row counts is dispatched; where none is left, the reference itself.
+The table is cached on disk under a key of device, driver, libraries and the kernels' source.
 
 Legend: T tokens (rows), N outputs, K inputs.
 """
@@ -14,7 +14,8 @@ import bisect
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,33 @@ from typing import Any
 import torch
 import triton
 
-from shared.kernels.cuda import gemm as gemm_module
+from shared.kernels.cuda import identity
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
+from shared.kernels.ops import InexactKernelError
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """A bucket holds the row counts from behind the one before it up to this one."""
 LARGE = 128
 """Above the last bucket rows run in whole multiples of this, and the rest as a bucket of its own."""
 LARGE_LIMIT = 16384
+"""Rows of the largest product that is certified, where the outputs fit."""
 CUBLASLT = "cublaslt"
 
 Shape = tuple[int, int]
+"""(N, K) of a weight."""
 
 
-class UncertifiedError(RuntimeError):
+class UncertifiedError(InexactKernelError):
     """No exact kernel is certified for this shape on this device."""
 
 
 def use_cublaslt_without_split_k() -> None:
     """Puts the process's library GEMMs into the class (the flag's second entry forbids split-K). The backward loses nothing."""
+    if not torch.cuda.is_available():
+        return
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -51,16 +58,19 @@ class Entry:
     """What was found for one weight shape."""
 
     members: list[str]
-    """One per bucket; the last one is used above the last bucket too."""
+    """One per bucket."""
     times_us: list[float]
+    large: str
+    """For whole multiples of LARGE rows above the last bucket, up to `limit`."""
+    limit: int
+    """Rows of the largest product certified; more rows run in pieces."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Members that were fast enough to try and failed, with the first row count that differed."""
     checked: int = 0
-    """(member, row count) pairs compared; every one of them without a differing bit."""
+    """(member, row count) pairs compared; those of the members above without a differing bit."""
 
 
-def tiles_by_name() -> dict[str, Tile]:
-    return {tile.name: tile for tile in (REFERENCE, *FEW_TOKENS, *MANY_TOKENS)}
+_TILES: dict[str, Tile] = {tile.name: tile for tile in (REFERENCE, *FEW_TOKENS, *MANY_TOKENS)}
 
 
 def run_member(
@@ -75,129 +85,159 @@ def run_member(
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
-_TILES = tiles_by_name()
+def certify(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool = False) -> Entry:
+    """Certifies and times every bucket of one weight shape [N, K] on the current CUDA device.
 
-
-def _probe(tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, K] and w [N, K] whose products span many exponents, so that any other order of summation shows."""
-    generator = torch.Generator(device="cuda").manual_seed(n * 1_000_003 + k)
-    x = torch.randn(tokens, k, device="cuda", dtype=dtype, generator=generator)
-    w = torch.randn(n, k, device="cuda", dtype=dtype, generator=generator)
-    x *= torch.exp2(torch.randint(-6, 7, (1, k), device="cuda", generator=generator).float()).to(dtype)
-    return x, w
-
-
-def _first_difference(
-    member: str, counts: list[int], x: torch.Tensor, w: torch.Tensor, reference: torch.Tensor, out_dtype: torch.dtype
-) -> int | None:
-    """The first row count whose bits differ from the reference's, or None. Rows behind the count are poisoned."""
-    expected = reference.to(out_dtype)
-    kind = torch.int32 if out_dtype == torch.float32 else torch.int16
-    poisoned = torch.full((counts[-1] + 8, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
-    poisoned[::2] = float("inf")
-    bad = torch.zeros(len(counts), dtype=torch.int64, device=x.device)
-    for i, count in enumerate(counts):
-        offset = i % 3
-        rows = poisoned[offset : offset + count]
-        rows.copy_(x[:count])
-        out = torch.full((count, w.shape[0]), float("nan"), dtype=out_dtype, device=x.device)
-        run_member(member, rows, w, None, out)
-        bad[i] = (out.view(kind) != expected[:count].view(kind)).sum()
-        poisoned[offset : offset + count] = float("nan")
-    wrong = bad.nonzero().flatten().tolist()
-    return counts[wrong[0]] if wrong else None
-
-
-def _candidates(top: int) -> list[str]:
-    names = [] if top == 1 else [CUBLASLT]
-    if top <= 64:
-        block = max(8, min(32, triton.next_power_of_2(top)))
-        names += [t.name for t in FEW_TOKENS if t.block_t == block or (top > 32 and t.block_t == 32)]
-    if 32 < top <= 512:
-        names += [t.name for t in MANY_TOKENS]
-    return names
-
-
-def _time_us(run: Any) -> float:
-    return float(triton.testing.do_bench(run, warmup=2, rep=8, return_mode="median")) * 1e3
-
-
-def certify(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None) -> Entry:
-    """Certifies and times every bucket of one weight shape [N, K]. Raises UncertifiedError when a bucket stays empty."""
-    out_dtype = out_dtype or dtype
-    x, w = _probe(LARGE_LIMIT if n * LARGE_LIMIT <= 2**31 else 2048, n, k, dtype)
-    reference = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    gemm(x, w, REFERENCE, bias=None, out=reference)
-    entry = Entry([], [])
+    Raises:
+        UncertifiedError: not even the reference gives a row the same bits at every row count.
+    """
+    probe = _Probe(n, k, dtype, out_dtype, has_bias)
+    entry = Entry([], [], "", probe.x.shape[0])
     low = 1
     for top in BUCKETS:
-        out = torch.empty(top, n, dtype=out_dtype, device=x.device)
-        timed = []
-        for name in _candidates(top):
-            try:
-                timed.append((_time_us(partial(run_member, name, x[:top], w, None, out)), name))
-            except triton.runtime.errors.OutOfResources as error:
-                entry.rejected[name] = f"does not fit this device: {error}"
-        for us, name in sorted(timed):
-            counts = list(range(low, top + 1))
-            different = _first_difference(name, counts, x, w, reference, out_dtype)
-            entry.checked += len(counts)
-            if different is None:
-                entry.members.append(name)
-                entry.times_us.append(us)
-                break
-            entry.rejected[name] = f"differs at {different} rows"
-        else:
-            raise UncertifiedError(
-                f"no exact kernel for weights [{n}, {k}] at {low} to {top} rows on {torch.cuda.get_device_name()}"
-            )
+        counts = list(range(low, top + 1))
+        name, us = _pick(probe, entry, _timed(probe, entry, top), counts)
+        entry.members.append(name)
+        entry.times_us.append(us)
         low = top + 1
-    large = [count for count in range(LARGE, x.shape[0] + 1, LARGE) if count > BUCKETS[-1]]
-    for count in large:
-        different = _first_difference(CUBLASLT, [count], x, w, reference, out_dtype)
-        entry.checked += 1
-        if different is not None:
-            raise UncertifiedError(
-                f"cuBLASLt leaves the class for weights [{n}, {k}] at {count} rows on {torch.cuda.get_device_name()}"
-            )
+    large = [count for count in range(LARGE, probe.x.shape[0] + 1, LARGE) if count > BUCKETS[-1]]
+    entry.large, _ = _pick(probe, entry, [(0.0, CUBLASLT)], large)
     return entry
+
+
+class _Probe:
+    """Inputs of one weight shape whose products span many exponents, so that any other order of summation shows."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(n * 1_000_003 + k)
+        tokens = LARGE_LIMIT if n * LARGE_LIMIT <= 2**31 else 2048
+        draw = partial(torch.randn, device="cuda", dtype=dtype, generator=generator)
+        self.x, self.w = draw(tokens, k), draw(n, k)
+        self.x *= torch.exp2(torch.randint(-6, 7, (1, k), device="cuda", generator=generator).float()).to(dtype)
+        self.bias = draw(n) if has_bias else None
+        expected = torch.empty(tokens, n, dtype=torch.float32, device="cuda")
+        gemm(self.x, self.w, REFERENCE, bias=self.bias, out=expected)
+        self.expected = expected.to(out_dtype)
+
+    def run(self, member: str, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return run_member(member, rows, self.w, self.bias, out)
+
+    def first_difference(self, member: str, counts: list[int]) -> int | None:
+        """The first row count whose bits differ from the reference's, or None. Rows around are poisoned."""
+        kind = torch.int32 if self.expected.dtype == torch.float32 else torch.int16
+        poisoned = torch.full((counts[-1] + 8, self.x.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
+        poisoned[::2] = float("inf")
+        bad = torch.zeros(len(counts), dtype=torch.int64, device="cuda")
+        for i, count in enumerate(counts):
+            rows = poisoned[i % 3 : i % 3 + count]
+            rows.copy_(self.x[:count])
+            out = torch.full((count, self.w.shape[0]), float("nan"), dtype=self.expected.dtype, device="cuda")
+            self.run(member, rows, out)
+            bad[i] = (out.view(kind) != self.expected[:count].view(kind)).sum()
+            rows.fill_(float("nan"))
+        wrong = bad.nonzero().flatten().tolist()
+        return counts[wrong[0]] if wrong else None
+
+
+def _pick(probe: _Probe, entry: Entry, timed: list[tuple[float, str]], counts: list[int]) -> tuple[str, float]:
+    """The fastest member that is exact at every row count, and its time."""
+    reference = (0.0, REFERENCE.name)
+    for us, name in [*sorted(timed), reference]:
+        different = probe.first_difference(name, counts)
+        entry.checked += len(counts)
+        if different is None:
+            return name, us
+        entry.rejected[name] = f"differs at {different} rows"
+    raise UncertifiedError(
+        f"no exact kernel for weights {list(probe.w.shape)} at {counts[0]} to {counts[-1]} rows on {identity.describe_device()}: "
+        f"{entry.rejected}; use mode 'fast' or device 'cpu'"
+    )
+
+
+def _candidates(top: int) -> Iterator[str]:
+    if top > 1:
+        yield CUBLASLT
+    if top <= 64:
+        block = max(8, min(32, triton.next_power_of_2(top)))
+        yield from (t.name for t in FEW_TOKENS if t.block_t == block)
+    if 32 < top <= 512:
+        yield from (t.name for t in MANY_TOKENS)
+
+
+def _timed(probe: _Probe, entry: Entry, top: int) -> list[tuple[float, str]]:
+    """(microseconds, member) at the bucket's largest row count, of every candidate that fits the device."""
+    out = torch.empty(top, probe.w.shape[0], dtype=probe.expected.dtype, device="cuda")
+    timed = []
+    for name in _candidates(top):
+        try:
+            timed.append((_time_us(partial(probe.run, name, probe.x[:top], out)), name))
+        except triton.runtime.errors.OutOfResources as error:
+            entry.rejected[name] = f"does not fit this device: {error}"
+    return timed
+
+
+def _time_us(run: Any, *, repeats: int = 9) -> float:
+    """Median over a cold L2. A few calls do: a wrong order of near equals costs nothing but the difference."""
+    flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    run()
+    for begin, end in events:
+        flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]
 
 
 def cache_key() -> str:
     """Everything the bits of a member may depend on."""
-    parts = (
-        torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), torch.__version__, triton.__version__,
-        str(torch.version.cuda), Path(gemm_module.__file__).read_text(), Path(__file__).read_text(),
-    )  # fmt: skip
+    parts = (identity.describe_device(), torch.__version__, Path(__file__).read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def shape_key(n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool) -> str:
+    """An entry's name in the table."""
+    return f"{n}x{k} {dtype} {out_dtype}{' bias' if has_bias else ''}".replace("torch.", "")
 
 
 class Table:
     """Dispatch over certified members; `linear` is the only way in."""
 
     def __init__(self, directory: Path | None = None) -> None:
+        """Args: directory of the cache; None: timzero's in the user's cache directory."""
         use_cublaslt_without_split_k()
         base = directory or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "timzero"
         self.path = base / f"gemm-{cache_key()}.json"
-        self.entries: dict[str, Entry] = {}
-        self._members: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[str]] = {}
-        if self.path.exists():
-            self.entries = {key: Entry(**value) for key, value in json.loads(self.path.read_text()).items()}
+        self.entries = self._read()
+        self._found: dict[tuple[torch.Size, torch.dtype, torch.dtype, bool], Entry] = {}
 
-    def entry(self, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Entry:
+    def entry(self, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, *, has_bias: bool = False) -> Entry:
         """The shape's entry, certified now if it is new. Never inside a graph capture: call `prepare` first."""
-        key = f"{n}x{k} {dtype} {out_dtype}".replace("torch.", "")
+        key = shape_key(n, k, dtype, out_dtype, has_bias)
         if key not in self.entries:
-            self.entries[key] = certify(n, k, dtype=dtype, out_dtype=out_dtype)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({name: vars(e) for name, e in self.entries.items()}, indent=1))
-            temporary.replace(self.path)
+            if not torch.cuda.is_available():
+                raise UncertifiedError(f"the product {key} is not in {self.path} and certifying it needs a CUDA device")
+            self.record(key, certify(n, k, dtype=dtype, out_dtype=out_dtype, has_bias=has_bias))
         return self.entries[key]
 
     def prepare(self, shapes: list[Shape], dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
+        """Certifies every shape, without bias, that is not in the table yet."""
         for n, k in shapes:
             self.entry(n, k, dtype, out_dtype or dtype)
+
+    def record(self, key: str, entry: Entry) -> None:
+        """Adds an entry, here and on disk; what other processes added meanwhile stays."""
+        self.entries = {**self._read(), **self.entries, key: entry}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({name: asdict(e) for name, e in self.entries.items()}, indent=1))
+        temporary.replace(self.path)
+
+    def _read(self) -> dict[str, Entry]:
+        if not self.path.exists():
+            return {}
+        return {key: Entry(**value) for key, value in json.loads(self.path.read_text()).items()}
 
     def linear(
         self,
@@ -212,20 +252,21 @@ class Table:
         tokens = x.shape[0]
         if out is None:
             out = torch.empty(tokens, w.shape[0], dtype=out_dtype or x.dtype, device=x.device)
-        members = self._members.get((w.shape, x.dtype, out.dtype)) or self._find(w, x.dtype, out.dtype)
+        entry = self._found.get((w.shape, x.dtype, out.dtype, bias is not None)) or self._find(x, w, bias, out)
         whole = tokens // LARGE * LARGE if tokens > BUCKETS[-1] else 0
-        if whole:
-            run_member(CUBLASLT, x[:whole], w, bias, out[:whole])
+        for begin in range(0, whole, entry.limit):
+            piece = slice(begin, min(begin + entry.limit, whole))
+            run_member(entry.large, x[piece], w, bias, out[piece])
         if tokens > whole:
-            rest = tokens - whole
-            run_member(members[bisect.bisect_left(BUCKETS, rest)], x[whole:], w, bias, out[whole:])
+            member = entry.members[bisect.bisect_left(BUCKETS, tokens - whole)]
+            run_member(member, x[whole:], w, bias, out[whole:])
         return out
 
-    def _find(self, w: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
-        entry = self.entry(w.shape[0], w.shape[1], dtype, out_dtype)
-        self._members[(w.shape, dtype, out_dtype)] = entry.members
-        return entry.members
+    def _find(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Entry:
+        entry = self.entry(w.shape[0], w.shape[1], x.dtype, out.dtype, has_bias=bias is not None)
+        self._found[(w.shape, x.dtype, out.dtype, bias is not None)] = entry
+        return entry
 
     def describe(self) -> dict[str, str]:
         """Shape -> members in use: what the engine exports."""
-        return {key: ", ".join(dict.fromkeys(entry.members)) for key, entry in self.entries.items()}
+        return {key: ", ".join(dict.fromkeys([*e.members, e.large])) for key, e in self.entries.items()}

@@ -4,7 +4,8 @@
 the weights, and of nothing else. `fast` is what others run: the library's kernels as they come.
 """
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.embedding import embedding
 from shared.kernels.linear import Linear, has_onednn_float32, onednn_linear, padded_linear
 from shared.kernels.logprob import LogprobOutput, lm_logprob
+from shared.kernels.machine import cpu_model
 from shared.kernels.norm import rms_norm
 from shared.kernels.rope import rope
 from shared.kernels.sampling import SampleOutput, SamplingParams, sample
@@ -25,11 +27,18 @@ from shared.kernels.sampling import SampleOutput, SamplingParams, sample
 Mode = Literal["exact", "fast"]
 
 
+class InexactKernelError(RuntimeError):
+    """A kernel's output row depends on more than its input row; exact mode must not start."""
+
+
 class Ops:
     """The functions of one mode; build it with `build_ops`.
 
     Every method that takes activations accepts float32 and bfloat16, and its weights in the same dtype.
     """
+
+    keeps_table = False
+    """Whether products come from a table of certified ones, as on CUDA, instead of one function."""
 
     def __init__(self, mode: Mode, device: torch.device) -> None:
         self.mode = mode
@@ -59,6 +68,13 @@ class Ops:
     def embedding(self, token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
         """[T] -> [T, D] (`embedding.py`)."""
         return embedding(token_ids_T, weight_VD)
+
+    def write_kv(
+        self, k_TKD: Tensor, v_TKD: Tensor, store: tuple[Tensor, Tensor], layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [T, Hkv, D] to `layout.query_rows` of the stores, and return the stores."""
+        slots = layout.slots(k_TKD.device)
+        return store[0].index_copy_(0, slots, k_TKD), store[1].index_copy_(0, slots, v_TKD)
 
     def attention(
         self,
@@ -111,6 +127,25 @@ class Ops:
         }
         return {op: _name(function) for op, function in names.items()}
 
+    def widen_head(self, weight_VD: Tensor) -> Tensor | None:
+        """What `lm_logprob` and `sample` take as `weight32_VD`, for a caller that keeps it across calls; None: nothing."""
+        return weight_VD.float() if self.mode == "exact" else None
+
+    def certify_linear(self, dtype: torch.dtype, shapes_KN: Sequence[tuple[int, int]]) -> None:
+        """Settle on products for a model's (K, N) where a table of certified ones is kept, which the CPU does not do."""
+
+    def machine(self) -> str:
+        """The name of what computes."""
+        return cpu_model() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
+    def identity(self, dtype: torch.dtype) -> str:
+        """What the bits are a property of, besides torch, the mode and the dtype."""
+        implementations = " ".join(f"{op}={name}" for op, name in self.describe().items())
+        return (
+            f"device={self.machine()!r} isa={torch.backends.cpu.get_cpu_capability()} "
+            f"threads={torch.get_num_threads()} {implementations}"
+        )
+
     def _pick(self, exact: Callable, other: Callable) -> Callable:
         return exact if self.mode == "exact" else other
 
@@ -129,9 +164,25 @@ def build_ops(mode: Mode, device: str | torch.device = "cpu") -> Ops:
     device = torch.device(device)
     if mode not in ("exact", "fast"):
         raise ValueError(f"the numerics mode must be 'exact' or 'fast', got {mode!r}; set one of the two")
+    if mode == "exact" and device.type == "cuda":
+        return _cuda_ops(device)
     if mode == "exact" and device.type != "cpu":
         raise ValueError(f"exact mode has no kernels for device {str(device)!r}; use device 'cpu' or mode 'fast'")
     return Ops(mode, device)
+
+
+def _cuda_ops(device: torch.device) -> Ops:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "exact mode on CUDA needs triton, which is not installed; pip install 'triton>=3.6' or use 'cpu'"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"exact mode on {str(device)!r} needs a CUDA device, torch {torch.__version__} sees none; use 'cpu'"
+        )
+    from shared.kernels.cuda.ops import CudaOps
+
+    return CudaOps(device)
 
 
 def _name(function: Callable) -> str:

@@ -7,7 +7,7 @@ Legend: R rows, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -97,6 +97,14 @@ class SamplingParams:
             top_p=floats(top_p) if top_p and any(p < 1 for p in top_p) else None,
             min_p=floats(min_p) if min_p and any(min_p) else None,
         )
+
+    def rows(self, rows: slice) -> "SamplingParams":
+        """The parameters of some rows."""
+        return replace(self, **{name: v[rows] for name, v in vars(self).items() if v is not None})
+
+    def to(self, device: torch.device) -> "SamplingParams":
+        """The same on a device."""
+        return replace(self, **{name: v.to(device) for name, v in vars(self).items() if v is not None})
 
 
 def sample(

@@ -108,6 +108,12 @@ OPTIMIZER_STEPS_SKIPPED = Metric(
 REJECTED_TRAJECTORIES = Metric(
     "timzero_rejected_trajectories_total", "counter", "Trajectories that the correction kept out of the loss", ("run",)
 )
+CORRECTION = Metric(
+    "timzero_correction",
+    "gauge",
+    "Trainer before the step against sampler, last step: k1, k3, chi2_token, ess_raw, ess_applied, ppl_ratio, skew_index",
+    ("run", "statistic"),
+)
 LINEAGE_FORKS = Metric(
     "timzero_lineage_forks_total",
     "counter",

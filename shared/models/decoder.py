@@ -87,8 +87,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
         if store is not None:
-            slots = layout.query_rows.to(k.device)
-            k, v = store[0].index_copy_(0, slots, k), store[1].index_copy_(0, slots, v)
+            k, v = self.ops.write_kv(k, v, store, layout)
         out = self.ops.attention(q, k, v, layout, self.head_dim**-0.5, sliding_window=self.window)
         return self.o_proj(out.flatten(1))
 
@@ -197,7 +196,7 @@ class Decoder(nn.Module):
             Hidden states [T, D] after the final norm, or the LogprobOutput of `score`.
         """
         x = self.model.embed_tokens(token_ids)
-        cos, sin = self.rope_table.rows(positions, x.dtype)
+        cos, sin = self.rope_table.rows(positions, x.dtype, num_positions=layout.num_positions)
         for i, layer in enumerate(self.model.layers):
             store = None if kv_cache is None else kv_cache.layers[i]
             if self.activation_checkpointing and torch.is_grad_enabled():

@@ -79,11 +79,11 @@ def paged_layout(
             raise ValueError(
                 f"sequence {s} has {context_len} tokens but {len(table)} pages of {page_size}; allot pages before the step"
             )
-    slots = (pages[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
     return AttentionLayout(
         q_lens=torch.tensor(q_lens, dtype=torch.int64),
         context_lens=torch.tensor(context_lens, dtype=torch.int64),
-        kv_rows=slots,
+        pages=pages,
+        page_size=page_size,
     )
 
 

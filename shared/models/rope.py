@@ -139,11 +139,19 @@ class RopeTable:
         self.rope = rope
         self._cos = self._sin = torch.empty(0)
 
-    def rows(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D / 2] of the positions [T] int64, computed in float32 and rounded to dtype."""
-        needed = int(positions_T.max()) + 1 if positions_T.numel() else 1
-        if self._cos.shape[0] < needed or self._cos.device != positions_T.device:
+    def rows(
+        self, positions_T: Tensor, dtype: torch.dtype, *, num_positions: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, D / 2] of the positions, computed in float32 and rounded to dtype.
+
+        Args:
+            positions_T: [T] int64.
+            num_positions: that they lie below, where the caller knows it; otherwise a device is asked and waited for.
+        """
+        if num_positions is None:
+            num_positions = int(positions_T.max()) + 1 if positions_T.numel() else 1
+        if self._cos.shape[0] < num_positions or self._cos.device != positions_T.device:
             inv_freq, scaling = self.rope.inverse_frequencies()
-            size = max(1 << (needed - 1).bit_length(), 256)
+            size = max(1 << (num_positions - 1).bit_length(), 256)
             self._cos, self._sin = rope_table(inv_freq.to(positions_T.device), size, scaling)
         return self._cos[positions_T].to(dtype), self._sin[positions_T].to(dtype)

@@ -19,16 +19,17 @@ SCHEMA_VERSION = 1
 _ARRAYS = {"token_ids": "<i4", "logprobs": "<f4", "top1": "<i4", "loss_mask": "|u1"}
 
 _NUMBER = int | float
-_GROUP_TYPES = {"run": str, "group_id": str, "prompt_number": int}
-_TRAJECTORY_TYPES = {
+_GROUP_TYPES: dict[str, Any] = {"run": str, "group_id": str, "prompt_number": int}
+_TRAJECTORY_TYPES: dict[str, Any] = {
     "trajectory_id": str, "group_id": str, "prompt_id": str, "sample_index": int, "run": str, "seed": int,
-    "fingerprint": str, "reward": _NUMBER | None, "rewards": _NUMBER, "replicas": str, "timestamps": _NUMBER,
+    "fingerprint": str, "reward": _NUMBER | None, "rewards": {str: _NUMBER}, "replicas": [str],
+    "timestamps": {str: _NUMBER},
 }  # fmt: skip
-_SAMPLING_TYPES = {
-    "temperature": _NUMBER, "max_tokens": int, "stop_token_ids": int, "stop": str,
+_SAMPLING_TYPES: dict[str, Any] = {
+    "temperature": _NUMBER, "max_tokens": int, "stop_token_ids": [int], "stop": [str],
     "top_p": _NUMBER, "top_k": int, "min_p": _NUMBER,
 }  # fmt: skip
-_SPAN_TYPES = {"start": int, "end": int, "lineage": int, "policy_step": int, "manifest_digest": str}
+_SPAN_TYPES: dict[str, Any] = {"start": int, "end": int, "lineage": int, "policy_step": int, "manifest_digest": str}
 
 
 class CodecError(ValueError):
@@ -125,12 +126,20 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
 
 
 def _check_types(record: Any, types: dict[str, Any]) -> None:
-    """Raises CodecError unless every field named, or every item in it, is of its type: msgpack keeps no schema."""
+    """Raises CodecError unless every field named is of its type; msgpack keeps no schema of its own."""
     for name, kind in types.items():
         value = getattr(record, name)
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
-        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+        if not _is(value, kind):
             raise CodecError(f"{type(record).__name__}.{name}: got {value!r:.60}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Args: kind: a type, [type] for a tuple of it, or {str: type} for a map to it."""
+    if isinstance(kind, list):
+        return isinstance(value, tuple) and all(_is(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_is(k, str) and _is(v, kind[str]) for k, v in value.items())
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def validate(trajectory: Trajectory) -> None:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from shared.config import strict
+from shared.wire.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 
 
 class RunState(StrEnum):
@@ -19,42 +20,6 @@ class RunState(StrEnum):
     @property
     def is_over(self) -> bool:
         return self in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED)
-
-
-@strict
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlgorithmConfig:
-    """Advantage, loss and correction. Formulas and their sources are in the trainer's modules of the same names."""
-
-    advantage: Literal["grpo", "reinforce_whitened"] = "grpo"
-    """grpo: against the siblings of the group. reinforce_whitened: against the batch."""
-    loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """ppo_clip: the clipped ratio to the policy before this batch's update."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-    """Every token weighs the same, or every trajectory does."""
-    mini_steps: int = 1
-    """Optimizer steps per batch; the batch is cut into this many parts by group, in order."""
-    tis_cap: float | None = 2.0
-    """Token-level truncated importance sampling, w = min(r_corr, cap). None: no weight."""
-    rejection: Literal["none", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"] = "none"
-    """Statistic of the correction ratio that keeps a whole trajectory out of the loss."""
-    rejection_bounds: tuple[float, float] = (0.5, 2.0)
-    """Ratio bounds (low, high) for k1; for k3 only the second is used, as an upper bound on the statistic."""
-
-    def __post_init__(self) -> None:
-        _at_least("algorithm.mini_steps", self.mini_steps, 1)
-        _within("algorithm.clip_low", self.clip_low, 0.0, 1.0)
-        _at_least("algorithm.clip_high", self.clip_high, 0.0)
-        if self.tis_cap is not None and not self.tis_cap > 0:
-            raise ValueError(f"algorithm.tis_cap must be above 0 or absent, got {self.tis_cap}")
-        low, high = self.rejection_bounds
-        if not 0 < low <= 1 <= high and self.rejection.endswith("k1"):
-            raise ValueError(
-                f"algorithm.rejection_bounds must satisfy 0 < low <= 1 <= high, got {self.rejection_bounds}"
-            )
 
 
 @strict
@@ -144,11 +109,14 @@ class RunConfig:
             raise ValueError(
                 f"algorithm.mini_steps ({self.algorithm.mini_steps}) exceeds prompts_per_step ({self.prompts_per_step})"
             )
-        if self.algorithm.advantage == "grpo" and self.samples_per_prompt < 2:
-            raise ValueError("grpo compares siblings: samples_per_prompt must be at least 2, got 1")
-        if self.queue_batches and self.queue_batches <= self.checkpoint_interval + self.lag:
+        if self.algorithm.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
             raise ValueError(
-                f"queue_batches must exceed checkpoint_interval + lag = {self.checkpoint_interval + self.lag}, "
+                f"{self.algorithm.advantage} compares siblings: samples_per_prompt must be at least 2, got 1"
+            )
+        least = self.checkpoint_interval + self.lag + 1
+        if self.queue_batches and self.queue_batches <= least:
+            raise ValueError(
+                f"queue_batches must exceed checkpoint_interval + lag + 1 = {least}, "
                 f"got {self.queue_batches}: entries stay queued until a checkpoint covers them, so the run would deadlock"
             )
 
@@ -168,8 +136,3 @@ class RunConfig:
 def _at_least(name: str, value: float, bound: float) -> None:
     if not value >= bound:
         raise ValueError(f"{name} must be >= {bound}, got {value}")
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from shared.wire.prompts import EvalItem
 from shared.wire.queue import TrainQueue
 from shared.wire.run import RunState
@@ -17,14 +15,9 @@ from tests.integration.wire_testing import (
     prompt,
     run_async,
     run_config,
-    valkey_server,
 )
 
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server.url
+pytest_plugins = ("tests.integration.valkey_fixtures",)
 
 
 def test_prompts_are_sampled_rewarded_queued_and_leased_version_by_version(url):

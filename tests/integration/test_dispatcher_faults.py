@@ -27,11 +27,7 @@ from tests.integration.wire_testing import (
     valkey_server,
 )
 
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server.url
+pytest_plugins = ("tests.integration.valkey_fixtures",)
 
 
 def test_a_broken_stream_is_continued_elsewhere_from_the_tokens_received(url):

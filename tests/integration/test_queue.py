@@ -20,7 +20,6 @@ from shared.wire.run import RunState
 from shared.wire.types import Group, State
 from tests.integration.wire_testing import (
     checked_counts,
-    empty,
     fill,
     open_store,
     prompt,
@@ -30,17 +29,7 @@ from tests.integration.wire_testing import (
     valkey_server,
 )
 
-
-@pytest.fixture(scope="module")
-def server_url(tmp_path_factory):
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server.url
-
-
-@pytest.fixture
-def url(server_url):
-    empty(server_url)
-    return server_url
+pytest_plugins = ("tests.integration.valkey_fixtures",)
 
 
 @pytest.fixture

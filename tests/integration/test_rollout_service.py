@@ -9,40 +9,17 @@ import pytest
 
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.types import float32_array, int32_bytes
-from tests.integration.rollout_fixture import Driver, manifest_of, tensors_of, trainer_decoder, trainer_logprobs
+from tests.integration.rollout_fixture import Driver, trainer_decoder, trainer_logprobs
 from tests.integration.rollout_process import (
     DEADLINE_S,
     code_of,
     collect,
-    replica,
     request_of,
-    serve_version,
-    weight_sync_peer,
 )
 
+pytest_plugins = ("tests.integration.replica_fixtures",)
+
 PROMPT = list(range(20))
-MAX_OPEN = 24
-
-
-@pytest.fixture(scope="module")
-def served():
-    with (
-        weight_sync_peer() as (peer, address),
-        replica(address, page_size=4, stream_tokens=2, max_open_samples=MAX_OPEN) as (process, stub),
-    ):
-        manifest = manifest_of(seed=0, step=0)
-        reply = serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-        assert reply.manifest_digest == manifest.version.digest
-        yield peer, process, stub
-
-
-@pytest.fixture
-def version0(served):
-    """The replica with version 0 committed, whatever the test before did."""
-    peer, process, stub = served
-    manifest = manifest_of(seed=0, step=0)
-    serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-    return peer, process, stub, manifest.version.digest
 
 
 def wait_until_open(stub, num_open: int) -> None:
@@ -215,7 +192,7 @@ def test_status_and_metrics_say_what_ran(version0):
 
 def test_a_full_line_is_refused_and_empties_again(version0):
     _, _, stub, digest = version0
-    stream = stub.Generate(request_of(digest, PROMPT, samples=MAX_OPEN, max_tokens=140), timeout=DEADLINE_S)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=24, max_tokens=140), timeout=DEADLINE_S)
     next(stream)
     call = stub.Generate(request_of(digest, PROMPT, number=1), timeout=DEADLINE_S)
     assert code_of(lambda: list(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -15,35 +15,13 @@ from tests.integration.rollout_process import (
     DEADLINE_S,
     code_of,
     collect,
-    replica,
     request_of,
     serve_version,
-    weight_sync_peer,
 )
 
+pytest_plugins = ("tests.integration.replica_fixtures",)
+
 PROMPT = list(range(20))
-MAX_OPEN = 24
-
-
-@pytest.fixture(scope="module")
-def served():
-    with (
-        weight_sync_peer() as (peer, address),
-        replica(address, page_size=4, stream_tokens=2, max_open_samples=MAX_OPEN) as (process, stub),
-    ):
-        manifest = manifest_of(seed=0, step=0)
-        reply = serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-        assert reply.manifest_digest == manifest.version.digest
-        yield peer, process, stub
-
-
-@pytest.fixture
-def version0(served):
-    """The replica with version 0 committed, whatever the test before did."""
-    peer, process, stub = served
-    manifest = manifest_of(seed=0, step=0)
-    serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-    return peer, process, stub, manifest.version.digest
 
 
 def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(version0):

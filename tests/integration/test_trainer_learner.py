@@ -25,6 +25,7 @@ from services.trainer.policy import score_batch
 from services.trainer.weights import probe_token_ids, score_probe
 from shared.config import structure, unstructure
 from shared.models import packed_layout
+from shared.wire.algorithm import Filter
 from shared.wire.archive import write_step
 from shared.wire.run import AlgorithmConfig, OptimizerConfig, RunConfig
 from shared.wire.tensors import RawTensor
@@ -232,6 +233,61 @@ def test_one_mini_step_does_not_drift(model: Path, world: World) -> None:
     assert metrics["clip_fraction"] == 0
 
 
+ARMED = (Filter(on="veto", low=0.999, high=1.001), Filter(on="token_k3", high=0.0), Filter(on="kpop", high=0.0))
+
+
+@pytest.mark.parametrize(
+    "armed",
+    [
+        {"filters": ARMED},
+        {"weight": "sequence", "batch_normalize": True, "filters": ARMED},
+        {"weight": "segment", "tis_floor": 0.999, "tis_cap": 1.001, "outside": "mask"},
+    ],
+    ids=["filters", "normalized", "segment"],
+)
+def test_without_mismatch_an_armed_correction_trains_the_weights_of_none(
+    model: Path, world: World, armed: dict[str, Any]
+) -> None:
+    digests, metrics = [], {}
+    for algorithm in (AlgorithmConfig(tis_cap=None), AlgorithmConfig(**armed)):
+        learner = build_learner(run_config(model, lag=0, optimizer=HOT, algorithm=algorithm), world)
+        engines = {0: engine_of(learner, publish(learner, 0))}
+        metrics = train_steps(learner, range(2), engines, lengths=[6] * 4, tool_tokens=2)[-1].metrics
+        digests.append(learner.copies.current.version.digest)
+    assert digests[0] == digests[1]
+    assert metrics["rejected_tokens"] == 0
+    assert metrics["mismatch"]["same_version"]["ess_applied"] == 1
+    assert list(metrics["mismatch"]["correction_by_staleness"]) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(preset="gspo"),
+        AlgorithmConfig(preset="prime_rl", entropy_coef=0.01),
+        AlgorithmConfig(preset="bypass_pg_is"),
+        AlgorithmConfig(preset="dr_grpo", aggregation_length=16),
+        AlgorithmConfig(loss="topr", mode="bypass", tis_cap=None, advantage="rloo"),
+        AlgorithmConfig(loss="cispo", mini_steps=2, weight="geometric", filters=(Filter(on="m2po", high=0.04),)),
+        AlgorithmConfig(weight="segment", overlong_buffer=2, overlong_limit=8, advantage="reinforce_baseline"),
+    ],
+    ids=lambda a: a.preset or f"{a.loss}-{a.weight}",
+)
+def test_stale_batches_train_under_every_kind_of_algorithm(
+    model: Path, world: World, algorithm: AlgorithmConfig
+) -> None:
+    learner = build_learner(run_config(model, lag=1, optimizer=HOT, algorithm=algorithm), world)
+    engines = {0: engine_of(learner, publish(learner, 0))}
+    results = train_steps(learner, range(3), engines, lengths=[6] * 4, tool_tokens=2)
+    last = results[-1].metrics
+    assert json.loads(json.dumps(last)) == last
+    assert math.isfinite(last["loss"])
+    assert last["grad_norm"] > 0 or last["rejected_tokens"] == last["tokens"]
+    assert last["mismatch"]["same_version"]["abs_max"] == 0, "the mismatch alone"
+    assert last["mismatch"]["correction"]["abs_max"] > 0, "with the staleness"
+    assert list(last["mismatch"]["correction_by_staleness"]) == ["1"]
+
+
 def test_when_every_sequence_is_rejected_nothing_moves(model: Path, world: World) -> None:
     algorithm = replace(ALGORITHM, rejection="seq_mean_k1", rejection_bounds=(1.0, 1.0))
     config = run_config(model, lag=1, optimizer=replace(HOT, weight_decay=0.1), algorithm=algorithm)
@@ -272,7 +328,16 @@ def test_an_empty_batch_changes_nothing(model: Path, world: World) -> None:
         versions=(),
         **{
             name: getattr(batch, name)[:0]
-            for name in ("reward_N", "group_N", "num_tokens_N", "sequence_T", "rollout_T", "top1_T", "version_T")
+            for name in (
+                "reward_N",
+                "group_N",
+                "num_tokens_N",
+                "sequence_T",
+                "segment_T",
+                "rollout_T",
+                "top1_T",
+                "version_T",
+            )
         },
     )
     before = masters(learner)

@@ -218,7 +218,7 @@ GOOD = {"run": "demo", "model": "some/model"}
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas"),
         ({"optimizer": {"eps": 0}}, "optimizer.eps"),
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm"),
-        ({"queue_batches": 6}, "the run would deadlock"),
+        ({"queue_batches": 7}, "the run would deadlock"),
         ({"num_steps": "many"}, "num_steps: .*got 'many'"),
         ({"model": None}, "model"),
     ],

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.trainer.correction import Acceptance, accept, k3, token_weights
+from services.trainer.correction import k3, token_weights
+from services.trainer.filters import Acceptance, accept
 from shared.wire.run import AlgorithmConfig
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "data" / "algorithms_examples.json").read_text())

@@ -6,8 +6,11 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+
+from shared.wire.algorithm import PRESETS, Filter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
@@ -16,6 +19,19 @@ PAGES = sorted(p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
 def test_the_configuration_page_is_up_to_date() -> None:
     document = runpy.run_path(str(ROOT / "docs/generate_configuration.py"))["document"]
     assert (ROOT / "docs/configuration.md").read_text() == document(), "run `make docs`"
+
+
+def test_the_plots_of_the_corrections_are_up_to_date() -> None:
+    plots = runpy.run_path(str(ROOT / "docs/generate_correction_plots.py"))["PLOTS"]
+    stale = [name for name, draw in plots.items() if (ROOT / f"docs/plots/{name}.svg").read_text() != draw()]
+    assert not stale, "run `make docs`"
+
+
+def test_the_page_of_the_corrections_names_every_preset_and_filter() -> None:
+    text = (ROOT / "docs/corrections.md").read_text()
+    assert not [name for name in PRESETS if f"`{name}`" not in text]
+    special = [n for n in get_args(get_type_hints(Filter)["on"]) if not n.startswith(("token", "seq"))]
+    assert not [name for name in special if f"`{name}`" not in text and f"`{name.split('_')[0]}_*`" not in text]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -38,6 +38,8 @@ def b0(**changes: Any) -> dict[str, Tensor]:
         "advantage_T": flat(example["adv"]),
         "accepted_T": torch.ones(7, dtype=torch.bool),
         "scale_T": token_scale("token_mean", SEQUENCE, 2),
+        "sequence_T": SEQUENCE,
+        "segment_T": SEQUENCE,
         **changes,
     }
 
@@ -86,6 +88,8 @@ def test_clip_table() -> None:
             advantage_T=torch.tensor([float(advantage)]),
             accepted_T=torch.ones(1, dtype=torch.bool),
             scale_T=torch.ones(1),
+            sequence_T=torch.zeros(1, dtype=torch.int64),
+            segment_T=torch.zeros(1, dtype=torch.int64),
         )
         (grad,) = torch.autograd.grad(out.loss, logprob)
         assert (out.loss.item(), grad.item()) == pytest.approx((loss, gradient), rel=1e-5), (advantage, ratio)
@@ -113,7 +117,7 @@ def test_aggregations_use_the_denominators_of_the_whole_step() -> None:
     assert sum((losses * token_mean)[sequence == i].sum().item() for i in (0, 1)) == pytest.approx(
         example["token_mean"]
     )
-    with pytest.raises(ValueError, match="token_mean or seq_mean_token_mean"):
+    with pytest.raises(ValueError, match="aggregation must be"):
         token_scale("mean", sequence, 2)
 
 
@@ -182,6 +186,8 @@ def test_loss_and_gradient_do_not_depend_on_cuts_or_order(
         "advantage_T": torch.tensor(columns[3]),
         "accepted_T": torch.tensor(columns[4]),
         "scale_T": torch.full((len(tokens),), 1 / len(tokens)),
+        "sequence_T": torch.arange(len(tokens)),
+        "segment_T": torch.arange(len(tokens)),
     }
     whole, grad = graded(config, batch)
     assert whole.loss.isfinite()

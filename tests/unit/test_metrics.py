@@ -28,6 +28,7 @@ BOUNDED_LABELS = {
     "role",
     "member",
     "phase",
+    "statistic",
     "transport",
 }
 """Labels whose values are few. A trajectory, group or prompt id is never one of them."""

@@ -158,12 +158,17 @@ def test_every_sequence_ends_within_the_budgets_and_no_page_is_lost(workload, da
         assert sum(c.end - c.start for c in chunks) <= scheduler.max_step_tokens
         assert all(0 < c.end - c.start <= scheduler.max_chunk_tokens for c in chunks)
         assert len(chunks) == len({id(c.seq) for c in chunks}) <= scheduler.max_running
-        assert (len(oldest.token_ids), oldest.num_computed, oldest.state) != before, "the oldest must advance"
+        if (len(oldest.token_ids), oldest.num_computed, oldest.state) == before:
+            # It waited for a sibling's pages, and whoever came in meanwhile holds too many: they are fewer with every step.
+            assert oldest.state is SequenceState.WAITING
+            assert chunks
+            assert all(c.start > 0 for c in chunks), "nobody comes in before it"
         for queue in (scheduler.waiting, scheduler.running):
             assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots)
         assert all(s.slot == -1 and not s.pages for s in scheduler.waiting)
+        assert num_steps <= 100 * len(arrivals) * max_len
     assert all(s.state is SequenceState.FINISHED for s in seqs)
     assert all(len(s.token_ids) == lengths[s.arrival] for s in seqs)
     assert scheduler.pages.num_free == scheduler.pages.num_pages

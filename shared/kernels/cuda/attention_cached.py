@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block_step, merge
+from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block_step, merge, sift_values
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def store_rows(pages, n, rn, limit, PAGE: tl.constexpr):
     return page * PAGE + t % PAGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages", "max_chunks"])
 def cached_kernel(
     q, k, v, o, part_m, part_l, part_a, pages, q_start, context, tile_seq, tile_first,
     factor, scale, softcap, stride_q, stride_k, stride_v, stride_o, max_pages, max_chunks,
@@ -29,6 +30,8 @@ def cached_kernel(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
+    # a query alone in its tile sees whatever is loaded, unless a window starts within a block
+    SIFT: tl.constexpr = BQ > 1 or WINDOW > 0
     tile = tl.program_id(0)
     kvh = tl.program_id(1)
     seq = tl.load(tile_seq + tile)
@@ -84,16 +87,19 @@ def cached_kernel(
             else:
                 kt = tl.load(kb + rows[None, :] * stride_k + rd[:, None], mask=(rd < D)[:, None], other=0.0)
                 vt = tl.load(vb + rows[:, None] * stride_v + rd[None, :], mask=(rd < D)[None, :], other=0.0)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, True, factor, scale, softcap, SOFTCAP, False)
+            m, l, a = block_step(qt, kt, vt, ones, m, l, a, None, None, factor, scale, softcap, SOFTCAP, False, False)
         for n in range(full, end, BLOCK):
             rows = store_rows(table, n, rn, ctx, PAGE)
             seen = n + rn <= p_hi
             kt = tl.load(kb + rows[None, :] * stride_k + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
             vt = tl.load(vb + rows[:, None] * stride_v + rd[None, :], mask=seen[:, None] & (rd < D)[None, :], other=0.0)
+            blame = None
+            if SIFT:
+                vt, blame = sift_values(vt, seen)
             keep = (n + rn)[None, :] <= pos[:, None]
             if WINDOW > 0:
                 keep = keep & ((n + rn)[None, :] > pos[:, None] - WINDOW)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, factor, scale, softcap, SOFTCAP, True)
+            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, SIFT)
         # all sixteen columns of l are equal
         total = tl.max(l, 1)
         if SPLIT:
@@ -104,7 +110,7 @@ def cached_kernel(
             tm, t, ta = merge(tm, t, ta, m, total, a)
     if SPLIT:
         if c_lo <= p_hi // CHUNK:
-            slot = ((tile * tl.num_programs(1) + kvh).to(tl.int64) * max_chunks + c_lo) * BM + rm
+            slot = ((tile * tl.num_programs(1) + kvh).to(tl.int64) * max_chunks + c_lo) * (BQ * G) + rm
             tl.store(part_m + slot, tm, mask=row_ok)
             tl.store(part_l + slot, t, mask=row_ok)
             tl.store(part_a + slot[:, None] * DP + rd[None, :], ta, mask=row_ok[:, None])
@@ -117,11 +123,11 @@ def cached_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_chunks"])
 def merge_kernel(
     o, part_m, part_l, part_a, q_start, context, tile_seq, tile_first, stride_o, max_chunks,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Joins the chunks of one row in ascending order; WIDE partials are loaded at a time to hide their latency."""
     tile = tl.program_id(0)
@@ -135,6 +141,7 @@ def merge_kernel(
     if index < q_len:
         pos = tl.load(context + seq) - q_len + index
         rd = tl.arange(0, DP)
+        one = tl.arange(0, 1)
         tm = tl.full((1,), -float("inf"), tl.float32)
         t = tl.zeros((1,), tl.float32)
         ta = tl.zeros((1, DP), tl.float32)
@@ -145,14 +152,12 @@ def merge_kernel(
         for c in range(c_lo, pos // CHUNK + 1, WIDE):
             # unrolled, so that the loads of WIDE chunks are in flight together
             for j in tl.static_range(WIDE):
-                inside = c + j <= pos // CHUNK
-                slot = (base + c + j) * BM + r
+                inside = one + (c + j) <= pos // CHUNK
+                slot = (base + c + j) * (BQ * G) + r + one
                 m = tl.load(part_m + slot, mask=inside, other=-float("inf"))
                 l = tl.load(part_l + slot, mask=inside, other=0.0)
-                a = tl.load(part_a + slot * DP + rd, mask=inside, other=0.0)
-                tm, t, ta = merge(
-                    tm, t, ta, tl.full((1,), 0.0, tl.float32) + m, tl.full((1,), 0.0, tl.float32) + l, a[None, :]
-                )
+                a = tl.load(part_a + slot[:, None] * DP + rd[None, :], mask=inside[:, None], other=0.0)
+                tm, t, ta = merge(tm, t, ta, m, l, a)
         to = (start + index).to(tl.int64) * stride_o + (kvh * G + r % G) * D
         out = ta / t[:, None]
         tl.store(o + to + rd[None, :], out.to(o.dtype.element_ty), mask=(rd < D)[None, :])
@@ -177,18 +182,21 @@ class Partials:
     """fp32 scratch of a split decode, allocated once so that graphs can capture it."""
 
     m: torch.Tensor
+    """[slots], slots = tiles x Hkv x chunks x rows in use of a tile."""
     l: torch.Tensor
+    """[slots]."""
     a: torch.Tensor
+    """[slots x D padded to a power of two]."""
     chunks: int
+    """Of the longest context."""
 
 
-def allocate_partials(
-    num_tiles: int, num_kv_heads: int, chunks: int, rows: int, head_dim: int, device: torch.device
-) -> Partials:
-    size = num_tiles * num_kv_heads * chunks * rows
-    wide = triton.next_power_of_2(head_dim)
-    new = lambda n: torch.empty(n, dtype=torch.float32, device=device)  # noqa: E731
-    return Partials(new(size), new(size), new(size * wide), chunks)
+def allocate_partials(tiles: Tiles, heads: int, num_kv_heads: int, head_dim: int, longest: int) -> Partials:
+    """Scratch for `tiles` over contexts of at most `longest` keys."""
+    chunks = triton.cdiv(longest, CHUNK)
+    size = tiles.seq.shape[0] * chunks * tiles.queries * heads
+    new = partial(torch.empty, dtype=torch.float32, device=tiles.seq.device)
+    return Partials(new(size), new(size), new(size * triton.next_power_of_2(head_dim)), chunks)
 
 
 def attend_cached(
@@ -228,7 +236,7 @@ def attend_cached(
     if partials is not None:
         merge_kernel[(tiles.seq.shape[0], k.shape[1], tiles.queries * group)](
             out, partials.m, partials.l, partials.a, rows.q_start, rows.context, tiles.seq, tiles.first, out.stride(0),
-            partials.chunks, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows, CHUNK=CHUNK, WINDOW=window, BLOCK=BLOCK,
+            partials.chunks, G=group, D=dim, DP=wide, BQ=tiles.queries, CHUNK=CHUNK, WINDOW=window,
             WIDE=min(8, triton.next_power_of_2(partials.chunks)), num_warps=2,
         )  # fmt: skip
     return out

@@ -11,8 +11,10 @@ Legend: T query rows, S sequences, H query heads, Hkv KV heads, G = H / Hkv, D h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -34,10 +36,25 @@ def score_block(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def block_step(qt, kt, vt, ones, m, l, a, keep, factor, scale, softcap, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
+def sift_values(vt, inside):
+    """Values of a block at the mask's edge: rows that are not `inside` or not finite become zero, because zero times NaN is
+    NaN. The second result [BLOCK], added to the scores, makes NaN of the queries that do see such a row."""
+    finite = tl.min((tl.abs(vt.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
+    vt = tl.where((inside & finite)[:, None], vt, 0.0)
+    return vt, tl.where(inside & (finite == 0), float("nan"), 0.0)
+
+
+@triton.jit
+def block_step(
+    qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, BLAME: tl.constexpr,
+):  # fmt: skip
     """One block of keys. m is the running maximum in units of `factor`; the multiply-add is explicit so that no
-    compiler choice can contract it differently in another tile."""
+    compiler choice can contract it differently in another tile. At the mask's edge `keep` [BM, BLOCK] says who sees what
+    and `blame` is that of `sift_values`."""
     s = score_block(tl.dot(qt, kt), scale, softcap, SOFTCAP)
+    if BLAME:
+        s = s + blame[None, :]
     if MASK:
         s = tl.where(keep, s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1) * factor)
@@ -78,10 +95,27 @@ class Tiles:
     """Rows per tile, BM >= BQ x G."""
 
 
-def cut_tiles(q_lens: list[int], group: int, rows: int, device: torch.device) -> Tiles:
-    """Tiles of `rows` matrix rows that cover every query of every sequence once, the longest walks first."""
-    queries = rows // group
-    tiles = [(first, s) for s, n in enumerate(q_lens) for first in range(0, n, queries)]
-    tiles.sort(key=lambda tile: (-tile[0], tile[1]))
-    pairs = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(device)
-    return Tiles(pairs[:, 1].contiguous(), pairs[:, 0].contiguous(), queries, rows)
+def cut_tiles(
+    q_lens: Sequence[int] | np.ndarray, group: int, rows: int, device: torch.device, *, of: np.ndarray | None = None
+) -> Tiles:
+    """Tiles of `rows` matrix rows that cover every query of every sequence once, the longest walks first.
+
+    Args:
+        q_lens: queries of each sequence.
+        group: query heads per KV head, at most `rows`.
+        of: the sequences to cover; None for all.
+    """
+    lens = np.asarray(q_lens, np.int64)
+    seqs = np.arange(len(lens)) if of is None else np.asarray(of, np.int64)
+    # for one query a sequence, one query a tile: unused rows would cost scratch and programs that merge them
+    queries = 1 if lens[seqs].max(initial=1) == 1 else rows // group
+    counts = -(-lens[seqs] // queries)
+    seq = seqs.repeat(counts)
+    first = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * queries
+    order = np.lexsort((seq, -first))
+    return Tiles(to_device(seq[order], device), to_device(first[order], device), queries, rows)
+
+
+def to_device(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """int32, contiguous, on the device."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(device)

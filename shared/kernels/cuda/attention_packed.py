@@ -1,8 +1,10 @@
-"""Training attention: forward over packed sequences whose own rows are the store, and its deterministic backward.
+"""Training attention: forward over packed sequences whose own rows are the store, with autograd.
 
-The forward is the serial walk of `attention_math`; keys and values come through the tensor memory accelerator. The
-backward recomputes probabilities from the saved log-sum-exp (Dao et al. 2022, algorithm 4); it owes nobody any bits, only
-determinism: no atomics, every sum in one program.
+The forward is the serial walk of `attention_math`; keys and values come through the tensor memory accelerator, which wants
+the rows of a sequence in one piece. Where sequences share rows (a prompt packed once), keys and values are gathered into
+one piece per sequence first; the backward adds the gradients of a shared row in a fixed order.
+
+Legend as in `attention_math`; E context rows of all sequences (T where nothing is shared).
 """
 
 from __future__ import annotations
@@ -10,17 +12,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block_step, cut_tiles, merge, score_block
+from shared.kernels.cuda.attention_backward import DKV_KEYS, DQ_ROWS, packed_backward
+from shared.kernels.cuda.attention_math import (
+    BLOCK,
+    CHUNK,
+    LOG2E,
+    Tiles,
+    block_step,
+    cut_tiles,
+    merge,
+    sift_values,
+    to_device,
+)
+from shared.kernels.cuda.segments import Segments, segment_sum, segments_of
+
+FORWARD_ROWS = 128
 
 
 @triton.jit
 def packed_kernel(
-    q, keys, values, o, lse, q_start, tile_seq, tile_first, factor, scale, softcap, stride_q, stride_o,
+    q, keys, values, o, lse, q_start, k_start, tile_seq, tile_first, factor, scale, softcap, stride_q, stride_o,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -30,22 +48,26 @@ def packed_kernel(
     first = tl.load(tile_first + tile)
     start = tl.load(q_start + seq)
     q_len = tl.load(q_start + seq + 1) - start
-    last = tl.minimum(first + BQ, q_len) - 1
+    row_0 = tl.load(k_start + seq)
+    before = tl.load(k_start + seq + 1) - row_0 - q_len
+    p_lo = before + first
+    last = before + tl.minimum(first + BQ, q_len) - 1
     rm = tl.arange(0, BM)
     rd = tl.arange(0, DP)
     rn = tl.arange(0, BLOCK)
     index = first + rm // G
     row_ok = (rm < BQ * G) & (index < q_len)
+    pos = before + index
     head = kvh * G + rm % G
     at = (start + index).to(tl.int64) * stride_q + head * D
     qt = tl.load(q + at[:, None] + rd[None, :], mask=row_ok[:, None] & (rd < D)[None, :], other=0.0)
     ones = tl.full((BLOCK, 16), 1.0, qt.dtype)
     if WINDOW > 0:
-        lowest = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
+        lowest = tl.maximum(p_lo - WINDOW + 1, 0) // BLOCK * BLOCK
         unmasked = lowest
     else:
         lowest = 0
-        unmasked = (first + 1) // BLOCK * BLOCK
+        unmasked = (p_lo + 1) // BLOCK * BLOCK
     tm = tl.full((BM,), -float("inf"), tl.float32)
     t = tl.zeros((BM,), tl.float32)
     ta = tl.zeros((BM, DP), tl.float32)
@@ -57,18 +79,18 @@ def packed_kernel(
         end = tl.minimum(c * CHUNK + CHUNK, last + 1)
         full = tl.maximum(tl.minimum(end, unmasked), begin)
         for n in range(begin, full, BLOCK):
-            kt = keys.load([start + n, kvh, 0]).reshape(BLOCK, DP).T
-            vt = values.load([start + n, kvh, 0]).reshape(BLOCK, DP)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, True, factor, scale, softcap, SOFTCAP, False)
+            kt = keys.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP).T
+            vt = values.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP)
+            m, l, a = block_step(qt, kt, vt, ones, m, l, a, None, None, factor, scale, softcap, SOFTCAP, False, False)
         for n in range(full, end, BLOCK):
-            kt = keys.load([start + n, kvh, 0]).reshape(BLOCK, DP).T
-            vt = values.load([start + n, kvh, 0]).reshape(BLOCK, DP)
-            # rows behind the tile belong to others and may hold anything: zero times NaN would not be zero
-            vt = tl.where((n + rn <= last)[:, None], vt, 0.0)
-            keep = (n + rn)[None, :] <= index[:, None]
+            kt = keys.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP).T
+            vt = values.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP)
+            # rows behind the tile belong to others and may hold anything
+            vt, blame = sift_values(vt, n + rn <= last)
+            keep = (n + rn)[None, :] <= pos[:, None]
             if WINDOW > 0:
-                keep = keep & ((n + rn)[None, :] > index[:, None] - WINDOW)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, factor, scale, softcap, SOFTCAP, True)
+                keep = keep & ((n + rn)[None, :] > pos[:, None] - WINDOW)
+            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, True)
         tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
     to = (start + index).to(tl.int64) * stride_o + head * D
     out = (ta / t[:, None]).to(o.dtype.element_ty)
@@ -76,165 +98,55 @@ def packed_kernel(
     tl.store(lse + (start + index).to(tl.int64) * H + head, tm + tl.log2(t), mask=row_ok)
 
 
-@triton.jit
-def delta_kernel(o, do, delta, rows, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr):
-    """delta = sum over D of o * do, one value a (query, head)."""
-    rr = tl.program_id(0) * BR + tl.arange(0, BR)
-    rd = tl.arange(0, DP)
-    keep = (rr < rows)[:, None] & (rd < D)[None, :]
-    at = rr.to(tl.int64)[:, None] * D + rd[None, :]
-    x = tl.load(o + at, mask=keep, other=0.0).to(tl.float32) * tl.load(do + at, mask=keep, other=0.0).to(tl.float32)
-    tl.store(delta + rr, tl.sum(x, 1), mask=rr < rows)
-
-
-@triton.jit
-def probabilities(s, lse, keep, factor, scale, softcap, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
-    """p [BM, BN] from raw products, and d(score)/d(raw product) / scale, 1 without a cap."""
-    capped = score_block(s, scale, softcap, SOFTCAP)
-    p = tl.exp2(capped * factor - lse[:, None])
-    if MASK:
-        p = tl.where(keep, p, 0.0)
-    if SOFTCAP:
-        slope = 1.0 - (capped / softcap) * (capped / softcap)
-    else:
-        slope = 1.0
-    return p, slope
-
-
-@triton.jit
-def dq_kernel(
-    q, keys, values, do, dq, lse, delta, q_start, tile_seq, tile_first, factor, scale, softcap,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    kvh = tl.program_id(1)
-    seq = tl.load(tile_seq + tile)
-    first = tl.load(tile_first + tile)
-    start = tl.load(q_start + seq)
-    q_len = tl.load(q_start + seq + 1) - start
-    last = tl.minimum(first + BQ, q_len) - 1
-    rm = tl.arange(0, BM)
-    rd = tl.arange(0, DP)
-    rn = tl.arange(0, BN)
-    index = first + rm // G
-    row_ok = (rm < BQ * G) & (index < q_len)
-    row = (start + index).to(tl.int64) * H + kvh * G + rm % G
-    keep_d = row_ok[:, None] & (rd < D)[None, :]
-    at = row[:, None] * D + rd[None, :]
-    qt = tl.load(q + at, mask=keep_d, other=0.0)
-    dot = tl.load(do + at, mask=keep_d, other=0.0)
-    lse_m = tl.load(lse + row, mask=row_ok, other=0.0)
-    delta_m = tl.load(delta + row, mask=row_ok, other=0.0)
-    acc = tl.zeros((BM, DP), tl.float32)
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(first - WINDOW + 1, 0) // BN * BN
-        full = lowest
-    else:
-        full = (first + 1) // BN * BN
-    for n in range(lowest, full, BN):
-        kt = keys.load([start + n, kvh, 0]).reshape(BN, DP)
-        vt = values.load([start + n, kvh, 0]).reshape(BN, DP)
-        p, slope = probabilities(tl.dot(qt, kt.T), lse_m, True, factor, scale, softcap, SOFTCAP, False)
-        ds = p * (tl.dot(dot, vt.T) - delta_m[:, None]) * slope
-        acc = tl.dot(ds.to(kt.dtype), kt, acc)
-    for n in range(full, last + 1, BN):
-        inside = n + rn <= last
-        kt = tl.where(inside[:, None], keys.load([start + n, kvh, 0]).reshape(BN, DP), 0.0)
-        vt = tl.where(inside[:, None], values.load([start + n, kvh, 0]).reshape(BN, DP), 0.0)
-        keep = (n + rn)[None, :] <= index[:, None]
-        if WINDOW > 0:
-            keep = keep & ((n + rn)[None, :] > index[:, None] - WINDOW)
-        p, slope = probabilities(tl.dot(qt, kt.T), lse_m, keep, factor, scale, softcap, SOFTCAP, True)
-        ds = p * (tl.dot(dot, vt.T) - delta_m[:, None]) * slope
-        acc = tl.dot(ds.to(kt.dtype), kt, acc)
-    tl.store(dq + at, (acc * scale).to(dq.dtype.element_ty), mask=keep_d)
-
-
-@triton.jit
-def dkv_kernel(
-    q, k, v, do, dk, dv, lse, delta, q_start, tile_seq, tile_first, factor, scale, softcap,
-    H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One block of keys against every query that sees it; scores are kept transposed, [BN, BM]."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kvh = tl.program_id(1)
-    seq = tl.load(tile_seq + tile)
-    first = tl.load(tile_first + tile)
-    start = tl.load(q_start + seq)
-    length = tl.load(q_start + seq + 1) - start
-    rm = tl.arange(0, BM)
-    rd = tl.arange(0, DP)
-    key = first + tl.arange(0, BN)
-    key_ok = key < length
-    at = ((start + key).to(tl.int64) * HK + kvh)[:, None] * D + rd[None, :]
-    keep_d = key_ok[:, None] & (rd < D)[None, :]
-    kt = tl.load(k + at, mask=keep_d, other=0.0)
-    vt = tl.load(v + at, mask=keep_d, other=0.0)
-    dk_acc = tl.zeros((BN, DP), tl.float32)
-    dv_acc = tl.zeros((BN, DP), tl.float32)
-    end = length
-    if WINDOW > 0:
-        end = tl.minimum(length, first + BN + WINDOW - 1)
-    for f in range(first // BQ * BQ, end, BQ):
-        index = f + rm // G
-        row_ok = (rm < BQ * G) & (index < length)
-        row = (start + index).to(tl.int64) * H + kvh * G + rm % G
-        keep_q = row_ok[:, None] & (rd < D)[None, :]
-        qt = tl.load(q + row[:, None] * D + rd[None, :], mask=keep_q, other=0.0)
-        dot = tl.load(do + row[:, None] * D + rd[None, :], mask=keep_q, other=0.0)
-        lse_m = tl.load(lse + row, mask=row_ok, other=0.0)
-        delta_m = tl.load(delta + row, mask=row_ok, other=0.0)
-        s = score_block(tl.dot(kt, qt.T), scale, softcap, SOFTCAP)
-        p = tl.exp2(s * factor - lse_m[None, :])
-        keep = (key[:, None] <= index[None, :]) & row_ok[None, :]
-        if WINDOW > 0:
-            keep = keep & (key[:, None] > index[None, :] - WINDOW)
-        p = tl.where(keep, p, 0.0)
-        dv_acc = tl.dot(p.to(dot.dtype), dot, dv_acc)
-        ds = p * (tl.dot(vt, dot.T) - delta_m[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - (s / softcap) * (s / softcap))
-        dk_acc = tl.dot(ds.to(qt.dtype), qt, dk_acc)
-    tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=keep_d)
-    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=keep_d)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Packed:
     """Cuts of one packed batch, made once and shared by all layers."""
 
     q_start: torch.Tensor
-    """[S + 1] int32."""
+    """[S + 1] int32: first query row of each sequence."""
+    k_start: torch.Tensor
+    """[S + 1] int32: first key row of each sequence; the queries are its last positions."""
     forward: Tiles
     dq: Tiles
     dkv: Tiles
-    """`first` counts keys; a tile is a block of BN keys."""
+    """`first` counts keys; a tile is a block of DKV_KEYS keys."""
+    rows: torch.Tensor | None = None
+    """[E] int32: store row of each key row; None where they are the store's rows in order."""
+    shared: Segments | None = None
+    """The key rows of each store row."""
 
 
-FORWARD_ROWS = 128
-DQ_ROWS, DQ_KEYS = 128, 64
-DKV_ROWS, DKV_KEYS = 64, 128
-
-
-def pack(lens: list[int], group: int, device: torch.device) -> Packed:
-    """Args: lens, tokens of each sequence in packing order; group, query heads per KV head."""
-    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32).to(device)
+def pack(
+    q_lens: list[int],
+    group: int,
+    device: torch.device,
+    *,
+    context_lens: list[int] | None = None,
+    rows: np.ndarray | None = None,
+    num_store_rows: int = 0,
+) -> Packed:
+    """Args:
+    q_lens: queries of each sequence in packing order.
+    group: query heads per KV head.
+    context_lens: keys of each sequence, its queries included; None: the queries are all.
+    rows: [E] store row of each position of each context; None: the store holds them in this order.
+    num_store_rows: of the store, if `rows` are given.
+    """
+    contexts = q_lens if context_lens is None else context_lens
+    starts = [to_device(np.concatenate([[0], np.cumsum(lens)]), device) for lens in (q_lens, contexts)]
     return Packed(
-        starts, cut_tiles(lens, group, FORWARD_ROWS, device), cut_tiles(lens, group, DQ_ROWS, device),
-        cut_tiles(lens, 1, DKV_KEYS, device),
-    )  # fmt: skip
-
-
-def _descriptors(k: torch.Tensor, v: torch.Tensor, block: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    wide = triton.next_power_of_2(k.shape[2])
-    return tuple(TensorDescriptor(x, list(x.shape), list(x.stride()), [block, 1, wide]) for x in (k, v))  # type: ignore[return-value]
+        starts[0],
+        starts[1],
+        cut_tiles(q_lens, group, FORWARD_ROWS, device),
+        cut_tiles(q_lens, group, DQ_ROWS, device),
+        cut_tiles(contexts, 1, DKV_KEYS, device),
+        None if rows is None else to_device(rows, device),
+        None if rows is None else segments_of(torch.from_numpy(np.asarray(rows)), num_store_rows).to(device),
+    )
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [T, H, D], k, v [T, Hkv, D], contiguous -> [T, H, D]."""
+    """q [T, H, D], k, v [R, Hkv, D], contiguous -> [T, H, D]; R is T unless `packed` names the rows."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -247,54 +159,44 @@ class PackedAttention(torch.autograd.Function):
         window: int,
         softcap: float,
     ) -> torch.Tensor:
+        ctx.packed, ctx.scale, ctx.window, ctx.softcap = packed, scale, window, softcap
         tokens, heads, dim = q.shape
-        group = heads // k.shape[1]
+        kv_heads = k.shape[1]
+        wide = triton.next_power_of_2(dim)
         out = torch.empty_like(q)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-        keys, values = _descriptors(k, v, BLOCK)
+        keys, values = (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [BLOCK, 1, wide]) for x in _in_one_piece(k, v, packed)
+        )
         tiles = packed.forward
-        packed_kernel[(tiles.seq.shape[0], k.shape[1])](
-            q, keys, values, out, lse, packed.q_start, tiles.seq, tiles.first, LOG2E if softcap else scale * LOG2E, scale,
-            softcap, q.stride(0), out.stride(0), H=heads, G=group, D=dim, DP=triton.next_power_of_2(dim), BQ=tiles.queries,
-            BM=tiles.rows,
-            BLOCK=BLOCK, CHUNK=CHUNK, WINDOW=window, SOFTCAP=softcap > 0, num_warps=8, num_stages=3 if dim <= 128 else 2,
+        packed_kernel[(tiles.seq.shape[0], kv_heads)](
+            q, keys, values, out, lse, packed.q_start, packed.k_start, tiles.seq, tiles.first,
+            LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), out.stride(0), H=heads, G=heads // kv_heads, D=dim,
+            DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=CHUNK, WINDOW=window, SOFTCAP=softcap > 0, num_warps=8,
+            num_stages=3 if dim <= 128 else 2,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.packed, ctx.scale, ctx.window, ctx.softcap = packed, scale, window, softcap
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
+        packed: Packed = ctx.packed
+        keys, values = _in_one_piece(k, v, packed)
+        # float32 where the gradients of one row are still to be added up
+        wide = k.dtype if packed.shared is None else torch.float32
         dq, dk, dv = packed_backward(
-            q, k, v, out, lse, grad.contiguous(), ctx.packed, ctx.scale, ctx.window, ctx.softcap
-        )
+            q, keys, values, out, lse, grad.contiguous(), packed, scale=ctx.scale, window=ctx.window, softcap=ctx.softcap,
+            dtype=wide,
+        )  # fmt: skip
+        if packed.shared is not None:
+            dk, dv = (segment_sum(x.flatten(1), packed.shared, k.dtype).view_as(k) for x in (dk, dv))
         return dq, dk, dv, None, None, None, None
 
 
-def packed_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
-    packed: Packed, scale: float, window: int, softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of `PackedAttention`; all tensors contiguous."""
-    tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    wide = triton.next_power_of_2(dim)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(tokens * heads, 32),)](
-        out, grad, delta, tokens * heads, D=dim, DP=wide, BR=32, num_warps=4
-    )
-    factor = LOG2E if softcap else scale * LOG2E
-    shape = {"H": heads, "G": heads // kv_heads, "D": dim, "DP": wide, "WINDOW": window, "SOFTCAP": softcap > 0}
-    stages = 2 if wide <= 128 else 1
-    keys, values = _descriptors(k, v, DQ_KEYS)
-    dq_kernel[(packed.dq.seq.shape[0], kv_heads)](
-        q, keys, values, grad, dq, lse, delta, packed.q_start, packed.dq.seq, packed.dq.first, factor, scale, softcap,
-        BQ=packed.dq.queries, BM=packed.dq.rows, BN=DQ_KEYS, num_warps=8, num_stages=stages, **shape,
-    )  # fmt: skip
-    dkv_kernel[(packed.dkv.seq.shape[0], kv_heads)](
-        q, k, v, grad, dk, dv, lse, delta, packed.q_start, packed.dkv.seq, packed.dkv.first, factor, scale, softcap,
-        HK=kv_heads, BQ=DKV_ROWS // shape["G"], BM=DKV_ROWS, BN=DKV_KEYS, num_warps=8, num_stages=stages, **shape,
-    )  # fmt: skip
-    return dq, dk, dv
+def _in_one_piece(k: torch.Tensor, v: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, Hkv, D] keys and values, each sequence's context in consecutive rows."""
+    if packed.rows is None:
+        return k, v
+    return k.index_select(0, packed.rows), v.index_select(0, packed.rows)

@@ -64,7 +64,7 @@ MANY_TOKENS = (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gemm_kernel(
     x, w, bias, y, T, N, K, stride_x, stride_w, stride_y,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,

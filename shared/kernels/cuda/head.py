@@ -9,6 +9,7 @@ Legend: R rows, D hidden size, V vocabulary, n segments.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +64,12 @@ def segment_kernel(
     z = tl.load(logits + row.to(tl.int64) * stride + rv, mask=rv < V, other=-float("inf"))
     z = tl.div_rn(z, tl.where(t == 0.0, 1.0, t) + tl.zeros_like(z))
     m = tl.max(z, 0)
-    e = tl.exp(z - m)
+    # a segment whose entries are all filtered out must add nothing
+    e = tl.exp(z - tl.where(m == -float("inf"), 0.0, m))
     at = row.to(tl.int64) * num_segments + seg
     tl.store(part_f + at * 4, m)
     tl.store(part_f + at * 4 + 1, tl.sum(e, 0))
-    tl.store(part_f + at * 4 + 2, tl.sum(tl.where(rv < V, e * z, 0.0), 0))
+    tl.store(part_f + at * 4 + 2, tl.sum(e * tl.where(z == -float("inf"), 0.0, z), 0))
     tl.store(part_i + at * 2, seg * SEG + tl.argmax(z, 0, tie_break_left=True).to(tl.int32))
     if DRAW:
         noise = gumbel(
@@ -103,8 +105,9 @@ def row_kernel(
         # strictly greater: among equals the lowest id stays
         best = tl.where(mi > m, tl.load(part_i + (base + i) * 2), best)
         top = tl.maximum(m, mi)
-        old = tl.where(m == -float("inf"), 0.0, tl.exp(m - top))
-        new = tl.exp(mi - top)
+        safe = tl.where(top == -float("inf"), 0.0, top)
+        old = tl.exp(m - safe)
+        new = tl.exp(mi - safe)
         s = tl.fma(s, old, si * new)
         x = tl.fma(x, old, xi * new)
         m = top
@@ -133,37 +136,45 @@ class Draw(NamedTuple):
     position: torch.Tensor
 
 
+def empty_head(rows: int, device: torch.device) -> Head:
+    """Room for `read_head`."""
+    logprob, entropy, lse = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
+    top1, token = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    return Head(logprob, top1, entropy, lse, token)
+
+
 def read_head(
-    logits: torch.Tensor, temperature: torch.Tensor, *, targets: torch.Tensor | None = None, draw: Draw | None = None
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    draw: Draw | None = None,
+    out: Head | None = None,
 ) -> Head:
-    """Args: logits [R, V] float32; temperature [R] float32, 0 is greedy and reads as 1; targets [R], or draw. One of the two."""
+    """Reduce logits to what is asked of each row; `targets` or `draw`, one of the two.
+
+    Args:
+        logits: [R, V] float32, R >= 1; -inf excludes an entry, one at least must stay.
+        temperature: [R] float32, 0 is greedy and reads as 1.
+        targets: [R] integer ids to score.
+        draw: keys of the samples to take.
+        out: where the results go; None allocates.
+    """
     assert (targets is None) != (draw is None)
     rows, vocab = logits.shape
     n = triton.cdiv(vocab, SEGMENT)
-    device = logits.device
-    part_f = torch.empty(rows, n, 4, dtype=torch.float32, device=device)
-    part_i = torch.empty(rows, n, 2, dtype=torch.int32, device=device)
-    floats = [torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3)]
-    ints = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    part_f = torch.empty(rows, n, 4, dtype=torch.float32, device=logits.device)
+    part_i = torch.empty(rows, n, 2, dtype=torch.int32, device=logits.device)
+    out = empty_head(rows, logits.device) if out is None else out
     key = draw if draw is not None else Draw(temperature, temperature, temperature, temperature)
     segment_kernel[(rows, n)](
-        logits,
-        temperature,
-        *key,
-        part_f,
-        part_i,
-        vocab,
-        logits.stride(0),
-        n,
-        SEG=SEGMENT,
-        DRAW=draw is not None,
-        num_warps=4,
-    )
-    row_kernel[(rows,)](
-        logits, temperature, targets if targets is not None else temperature, part_f, part_i, floats[0], ints[0], floats[1],
-        floats[2], ints[1], logits.stride(0), N=n, DRAW=draw is not None, num_warps=1,
+        logits, temperature, *key, part_f, part_i, vocab, logits.stride(0), n, SEG=SEGMENT, DRAW=draw is not None, num_warps=4,
     )  # fmt: skip
-    return Head(floats[0], ints[0], floats[1], floats[2], ints[1])
+    row_kernel[(rows,)](
+        logits, temperature, targets if targets is not None else temperature, part_f, part_i, *out, logits.stride(0), N=n,
+        DRAW=draw is not None, num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -205,36 +216,42 @@ class LmLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, targets, temperature, product):  # type: ignore[no-untyped-def, override]
-        parts = []
-        for r in range(0, hidden.shape[0], ROWS):
-            rows = slice(r, r + ROWS)
-            parts.append(read_head(product(hidden[rows], weight), temperature[rows], targets=targets[rows]))
-        logprob, top1, entropy, lse, _ = (torch.cat(x) for x in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
+        out = empty_head(hidden.shape[0], hidden.device)
+        for rows in _row_chunks(hidden.shape[0]):
+            logits = product(hidden[rows], weight)
+            read_head(logits, temperature[rows], targets=targets[rows], out=Head(*(x[rows] for x in out)))
+        ctx.save_for_backward(hidden, weight, targets, temperature, out.lse, out.entropy)
         ctx.product = product
-        ctx.mark_non_differentiable(top1)
-        return logprob, top1, entropy
+        ctx.mark_non_differentiable(out.top1)
+        return out.logprob, out.top1, out.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprob, _, grad_entropy):  # type: ignore[no-untyped-def, override]
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         vocab = weight.shape[0]
-        grad_hidden = torch.empty_like(hidden)
-        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_logprob, grad_entropy = grad_logprob.contiguous(), grad_entropy.contiguous()
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         grads = torch.empty(min(ROWS, hidden.shape[0]), vocab, dtype=hidden.dtype, device=hidden.device)
-        for r in range(0, hidden.shape[0], ROWS):
-            rows = slice(r, min(r + ROWS, hidden.shape[0]))
+        for rows in _row_chunks(hidden.shape[0]):
             logits = ctx.product(hidden[rows], weight)
             g = grads[: logits.shape[0]]
             logit_gradient_kernel[(logits.shape[0], triton.cdiv(vocab, 4096))](
-                logits, targets[rows], temperature[rows], lse[rows], entropy[rows], grad_logprob[rows].contiguous(),
-                grad_entropy[rows].contiguous(), g, vocab, logits.stride(0), g.stride(0), BLOCK=4096, num_warps=8,
+                logits, targets[rows], temperature[rows], lse[rows], entropy[rows], grad_logprob[rows], grad_entropy[rows], g,
+                vocab, logits.stride(0), g.stride(0), BLOCK=4096, num_warps=8,
             )  # fmt: skip
             del logits
-            torch.mm(g, weight, out=grad_hidden[rows])
-            accumulate(total, g.t(), hidden[rows])
-        return grad_hidden, total.to(weight.dtype), None, None, None
+            if grad_hidden is not None:
+                torch.mm(g, weight, out=grad_hidden[rows])
+            if total is not None:
+                accumulate(total, g.t(), hidden[rows])
+        return grad_hidden, None if total is None else total.to(weight.dtype), None, None, None
+
+
+def _row_chunks(rows: int) -> Iterator[slice]:
+    return (slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS))
 
 
 def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -101,7 +101,7 @@ class RmsNorm(torch.autograd.Function):
         total, weight, scales = ctx.saved_tensors
         rows, dim = total.shape
         wide, each, warps = _norm_shape(dim)
-        parts = min(512, triton.cdiv(rows, each))
+        parts = max(1, min(512, triton.cdiv(rows, each)))
         dx = torch.empty_like(total)
         dw = torch.empty(parts, dim, dtype=torch.float32, device=total.device)
         rows_each = triton.cdiv(triton.cdiv(rows, parts), each) * each

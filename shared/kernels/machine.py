@@ -1,0 +1,32 @@
+"""What this machine is, and which dtype suits it."""
+
+import functools
+import platform
+from pathlib import Path
+
+import torch
+
+
+def default_dtype() -> torch.dtype:
+    """bfloat16 where the CPU multiplies it natively (elsewhere it is slower than float32), otherwise float32."""
+    native = {"avx512_bf16", "amx_bf16", "bf16"}
+    return torch.bfloat16 if native & set(_cpu_info().get("flags", "").split()) else torch.float32
+
+
+def cpu_model() -> str:
+    """The CPU's name, family, model and stepping."""
+    info = _cpu_info()
+    parts = [info.get("model name", platform.processor() or platform.machine())]
+    parts += [f"{key.split()[-1]} {info[key]}" for key in ("cpu family", "model", "stepping") if key in info]
+    return ", ".join(parts)
+
+
+@functools.cache
+def _cpu_info() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    lines = path.read_text().split("\n\n")[0].splitlines()
+    info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {"flags": info.get("Features", ""), **info}

@@ -1,0 +1,268 @@
+"""How a run learns: advantage, loss, correction. What would silently do nothing, or count the same thing twice, is refused.
+
+A loss sees two ratios: to the policy before the batch's update (proximal) and to the policy that sampled (rollout).
+    mode            ratio in the loss        weight before the loss
+    recompute       theta / proximal         none: the sampler is ignored, for ablations
+    decoupled       theta / proximal         proximal / rollout, frozen over the batch
+    bypass          theta / rollout          none; for `reinforce`, which has no ratio: theta / rollout, detached
+    ratio_gradient  theta / rollout          none; loss -A r, whose gradient is -A r grad log theta
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shared.config import strict
+
+K1_FILTERS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1", "veto")
+"""Those with bounds on the ratio; all others have an upper bound on their statistic."""
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filter:
+    """One reason to keep a token or a whole trajectory out of the loss; formulas in the trainer's filters.py."""
+
+    on: Literal[
+        "token_k1", "token_k2", "token_k3",
+        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+        "seq_max_k1", "seq_max_k2", "seq_max_k3", "veto", "mult_prob_error",
+        "kpop", "ipo", "dppo_tv", "dppo_kl", "opsm", "m2po",
+    ]  # fmt: skip
+    """Statistic. veto is seq_max_k1 by its usual name."""
+    high: float
+    """Upper bound: of the ratio for k1 and veto, of the statistic for the others."""
+    low: float | None = None
+    """Lower bound of the ratio for k1 and veto (required); for dppo_* the bound of negative advantages (default: high)."""
+
+    def __post_init__(self) -> None:
+        if self.on in K1_FILTERS:
+            if self.low is None or not 0 < self.low <= 1 <= self.high:
+                raise ValueError(
+                    f"filter {self.on} bounds the ratio: give low and high with 0 < low <= 1 <= high, "
+                    f"got {self.low} and {self.high}"
+                )
+        elif not self.high >= 0:
+            raise ValueError(f"filter {self.on} needs high >= 0, got {self.high}")
+        elif self.low is not None and not (self.on.startswith("dppo") and self.low >= 0):
+            raise ValueError(f"filter {self.on} takes no such low bound, got {self.low}; leave it out")
+
+
+def _rs(on: str, high: float, low: float | None = None) -> tuple[Filter, ...]:
+    return (Filter(on=on, high=high, low=low),)  # type: ignore[arg-type]
+
+
+_GEO, _K3 = _rs("seq_mean_k1", 1.001, 0.999), _rs("seq_mean_k3", 0.01)
+_ICEPOP: dict[str, Any] = {"tis_floor": 0.5, "tis_cap": 5.0, "outside": "mask"}
+_BYPASS: dict[str, Any] = {"mode": "bypass", "tis_cap": None}
+_REINFORCE: dict[str, Any] = {"mode": "bypass", "loss": "reinforce"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "decoupled_token_is": {"mode": "decoupled"},
+    "decoupled_seq_is": {"mode": "decoupled", "weight": "sequence"},
+    "decoupled_token_icepop": {"mode": "decoupled", **_ICEPOP},
+    "decoupled_seq_is_rs": {"mode": "decoupled", "weight": "sequence", "filters": _rs("seq_sum_k1", 2.0, 0.5)},
+    "decoupled_geo_rs": {"mode": "decoupled", "tis_cap": None, "filters": _GEO},
+    "decoupled_geo_rs_seq_tis": {"mode": "decoupled", "weight": "sequence", "filters": _GEO},
+    "decoupled_geo_rs_token_tis": {"mode": "decoupled", "filters": _GEO},
+    "decoupled_k3_rs": {"mode": "decoupled", "tis_cap": None, "filters": _K3},
+    "decoupled_k3_rs_seq_tis": {"mode": "decoupled", "weight": "sequence", "filters": _K3},
+    "decoupled_k3_rs_token_tis": {"mode": "decoupled", "filters": _K3},
+    "bypass_ppo_clip": _BYPASS,
+    "bypass_ppo_clip_geo_rs": {**_BYPASS, "filters": _GEO},
+    "bypass_ppo_clip_k3_rs": {**_BYPASS, "filters": _K3},
+    "bypass_pg_is": {**_REINFORCE, "weight": "sequence"},
+    "bypass_pg_token_icepop": {**_REINFORCE, **_ICEPOP},
+    "bypass_pg_geo_rs": {**_REINFORCE, "tis_cap": None, "filters": _GEO},
+    "bypass_pg_geo_rs_seq_tis": {**_REINFORCE, "weight": "sequence", "filters": _GEO},
+    "bypass_pg_geo_rs_token_tis": {**_REINFORCE, "filters": _GEO},
+    "disabled": {"mode": "recompute", "tis_cap": None},
+    "dapo": {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"},
+    "gspo": {"loss": "gspo", "mode": "bypass", "tis_cap": None, "clip_low": 3e-4, "clip_high": 4e-4,
+             "aggregation": "seq_mean_token_mean"},
+    "prime_rl": {"loss": "reinforce", "mode": "ratio_gradient", "tis_cap": None, "filters": _rs("dppo_tv", 0.2, 0.2)},
+})  # fmt: skip
+"""verl's names with verl's numbers, except that bounds on k1 act on the ratio, as its documentation says; then four recipes."""
+
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline", "maxrl")
+"""Advantages that compare siblings."""
+
+LOSS_MODES = {"reinforce": ("bypass", "ratio_gradient"), "topr": ("bypass",)}
+"""reinforce has no ratio of its own, topr is defined on the one to the sampler; the others take any but ratio_gradient."""
+
+
+@strict
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Advantage, loss and correction. Formulas and their sources are in the trainer's modules of the same names."""
+
+    preset: str | None = None
+    """Name in docs/corrections.md whose values these keys take; another value beside it is refused."""
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_baseline", "reinforce_whitened", "reinforce_plus_plus"
+    ] = "grpo"
+    """grpo, dr_grpo, rloo, maxrl: against the siblings of the group. reinforce_whitened (REINFORCE++): against the batch.
+    reinforce_baseline: siblings first, then the batch."""
+    loss: Literal["ppo_clip", "reinforce", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "topr"] = "ppo_clip"
+    """ppo_clip: the clipped ratio to the policy before this batch's update."""
+    mode: Literal["recompute", "decoupled", "bypass", "ratio_gradient"] | None = None
+    """Which ratio the loss sees and which the weight. None: bypass for reinforce and topr, else decoupled."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; for dppo_* they bound the change of the probability."""
+    dual_clip: float | None = None
+    """Of ppo_clip: a token with negative advantage costs at most -A times this (3 is usual)."""
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    """Temperatures of sapo's gate for positive and negative advantages."""
+    aggregation: Literal[
+        "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+    ] = "token_mean"
+    """Every token weighs the same, or every trajectory does; the denominators are those of the whole optimizer step."""
+    aggregation_length: int | None = None
+    """Constant that seq_mean_token_sum_norm divides by: the longest completion possible."""
+    entropy_coef: float = 0.0
+    """Times the entropy at the sampling temperature, subtracted from the loss of every accepted token."""
+    kl: Literal["none", "k1", "k2", "k3+"] = "none"
+    """Penalty towards a reference policy: k1 in the reward, k2 or k3+ in the loss. Only none until there is a reference."""
+    overlong_buffer: int = 0
+    """Tokens before overlong_limit over which the reward falls by overlong_factor. 0: no shaping."""
+    overlong_limit: int = 0
+    """Sampled tokens of a trajectory at which the whole overlong_factor is lost."""
+    overlong_factor: float = 1.0
+    mini_steps: int = 1
+    """Optimizer steps per batch; the batch is cut into this many parts by group, in order."""
+    weight: Literal["token", "sequence", "geometric", "segment"] = "token"
+    """What one importance weight covers: a token; the product or geometric mean over a trajectory; that over a turn."""
+    tis_cap: float | None = 2.0
+    """Truncated importance sampling, w = min(r_corr, cap). None: no weight."""
+    tis_floor: float = 0.0
+    """Lower end of the weight."""
+    outside: Literal["clamp", "mask"] = "clamp"
+    """A ratio outside [tis_floor, tis_cap] becomes the nearer end, or 0 (IcePop, masked importance sampling)."""
+    batch_normalize: bool = False
+    """Divide the weights of a batch by their mean."""
+    rejection: Literal["none", "seq_mean_k1", "seq_mean_k3", "seq_sum_k1", "seq_sum_k3"] = "none"
+    """Statistic of the correction ratio that keeps a whole trajectory out of the loss: short for one entry of `filters`."""
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)
+    """Ratio bounds (low, high) for k1; for k3 only the second is used, as an upper bound on the statistic."""
+    filters: tuple[Filter, ...] = ()
+    """What keeps tokens and trajectories out of the loss: [{on = "veto", low = 1e-4, high = 1e4}, ...]; all must be passed."""
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            _take_preset(self)
+        _check_numbers(self)
+        _check_correction(self)
+        _check_loss(self)
+
+    @property
+    def ratio_mode(self) -> str:
+        """`mode`, or what the loss implies."""
+        return self.mode or ("bypass" if self.loss in ("reinforce", "topr") else "decoupled")
+
+    @property
+    def all_filters(self) -> tuple[Filter, ...]:
+        """`rejection` and `filters` as one list."""
+        if self.rejection == "none":
+            return self.filters
+        low, high = self.rejection_bounds
+        is_k1 = self.rejection.endswith("k1")
+        return (Filter(on=self.rejection, low=low if is_k1 else None, high=high), *self.filters)
+
+    @property
+    def is_decided_before(self) -> bool:
+        """Something of the correction needs the whole batch's ratios before the first gradient."""
+        return bool(self.all_filters) or self.batch_normalize
+
+
+def _take_preset(c: AlgorithmConfig) -> None:
+    assert c.preset is not None
+    if c.preset not in PRESETS:
+        raise ValueError(f"algorithm.preset must be one of {', '.join(PRESETS)}; got {c.preset!r}")
+    defaults = {f.name: f.default for f in fields(c)}
+    for name, value in PRESETS[c.preset].items():
+        if getattr(c, name) not in (defaults[name], value):
+            raise ValueError(
+                f"algorithm.preset {c.preset} sets {name} to {value}, got {getattr(c, name)}; leave out one of the two"
+            )
+        object.__setattr__(c, name, value)
+
+
+def _check_numbers(c: AlgorithmConfig) -> None:
+    for name, value, low in (("mini_steps", c.mini_steps, 1), ("clip_high", c.clip_high, 0.0),
+                             ("entropy_coef", c.entropy_coef, 0.0), ("overlong_buffer", c.overlong_buffer, 0)):  # fmt: skip
+        if not value >= low:
+            raise ValueError(f"algorithm.{name} must be >= {low}, got {value}")
+    if not 0.0 <= c.clip_low <= 1.0:
+        raise ValueError(f"algorithm.clip_low must be in [0.0, 1.0], got {c.clip_low}")
+    if c.tis_cap is not None and not c.tis_cap > 0:
+        raise ValueError(f"algorithm.tis_cap must be above 0 or absent, got {c.tis_cap}")
+    if not 0 <= c.tis_floor < (c.tis_cap or 1):
+        raise ValueError(f"algorithm.tis_floor must be in [0, tis_cap), got {c.tis_floor}")
+    if c.dual_clip is not None and not c.dual_clip > 1:
+        raise ValueError(f"algorithm.dual_clip must be above 1 or absent, got {c.dual_clip}")
+    if not min(c.sapo_tau) > 0:
+        raise ValueError(f"algorithm.sapo_tau must be above 0, got {c.sapo_tau}")
+    low, high = c.rejection_bounds
+    if not 0 < low <= 1 <= high and c.rejection.endswith("k1"):
+        raise ValueError(f"algorithm.rejection_bounds must satisfy 0 < low <= 1 <= high, got {c.rejection_bounds}")
+    if c.overlong_buffer and not (c.overlong_limit > c.overlong_buffer and c.overlong_factor > 0):
+        raise ValueError(
+            f"algorithm.overlong_buffer {c.overlong_buffer} needs overlong_limit above it and overlong_factor above 0, "
+            f"got {c.overlong_limit} and {c.overlong_factor}"
+        )
+    if not c.overlong_buffer and (c.overlong_limit or c.overlong_factor != 1.0):
+        raise ValueError("algorithm.overlong_limit and overlong_factor do nothing without overlong_buffer; set it")
+
+
+def _check_correction(c: AlgorithmConfig) -> None:
+    has_weight = c.tis_cap is not None
+    if not has_weight and (c.weight != "token" or c.tis_floor or c.outside != "clamp" or c.batch_normalize):
+        raise ValueError(
+            "algorithm.weight, tis_floor, outside and batch_normalize do nothing without a weight; set tis_cap"
+        )
+    if has_weight and c.ratio_mode == "recompute":
+        raise ValueError("algorithm.mode recompute ignores the sampler and applies no weight; set tis_cap to none")
+    if has_weight and (c.ratio_mode == "ratio_gradient" or (c.ratio_mode == "bypass" and c.loss != "reinforce")):
+        raise ValueError(
+            f"algorithm.loss {c.loss} with mode {c.ratio_mode} has the ratio to the sampler inside the loss, so a weight would "
+            "count it twice; set tis_cap to none"
+        )
+    if c.batch_normalize and (c.ratio_mode != "decoupled" or c.weight not in ("token", "sequence")):
+        raise ValueError(
+            "algorithm.batch_normalize needs weights that are known before the update, mode decoupled, per token or sequence; "
+            f"got mode {c.ratio_mode} and weight {c.weight}"
+        )
+    names = [f.on for f in c.all_filters]
+    twice = {n for n in names if names.count(n) > 1}
+    if twice:
+        raise ValueError(f"algorithm.filters names {', '.join(sorted(twice))} more than once; keep the tighter bounds")
+
+
+def _check_loss(c: AlgorithmConfig) -> None:
+    if c.kl != "none":
+        raise ValueError(f"algorithm.kl {c.kl} needs a reference policy, which a run does not have yet; set it to none")
+    modes = LOSS_MODES.get(c.loss, ("recompute", "decoupled", "bypass"))
+    if c.ratio_mode not in modes:
+        raise ValueError(f"algorithm.loss {c.loss} runs in mode {' or '.join(modes)}, got {c.ratio_mode}")
+    is_one = c.ratio_mode in ("recompute", "decoupled") and c.mini_steps == 1
+    if is_one and (c.loss != "ppo_clip" or c.dual_clip is not None):
+        raise ValueError(
+            f"algorithm.loss {c.loss} (dual_clip {c.dual_clip}) acts on the ratio to the policy before the batch, which is 1 "
+            f"throughout a single optimizer step; set mode to bypass or mini_steps above 1"
+        )
+    if c.dual_clip is not None and c.loss != "ppo_clip":
+        raise ValueError(f"algorithm.dual_clip belongs to ppo_clip and does nothing in {c.loss}; leave it out")
+    if c.sapo_tau != (1.0, 1.05) and c.loss != "sapo":
+        raise ValueError(f"algorithm.sapo_tau belongs to sapo and does nothing in {c.loss}; leave it out")
+    if (c.aggregation == "seq_mean_token_sum_norm") != (c.aggregation_length is not None):
+        raise ValueError(
+            "algorithm.aggregation_length belongs to seq_mean_token_sum_norm, which needs it; "
+            f"got {c.aggregation_length} with {c.aggregation}"
+        )
+    if c.aggregation_length is not None and c.aggregation_length < 1:
+        raise ValueError(f"algorithm.aggregation_length must be >= 1, got {c.aggregation_length}")
