@@ -13,7 +13,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult
 from services.rollout.loop import EngineLoop
 from services.rollout.samples import GivenUp, InvalidRequest, OtherVersion, UnservableRun
-from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified
+from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified, raw_tensors
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.weights import fetch
 
@@ -53,9 +53,10 @@ class Staging:
                 if model is not None and model.run == run and model.version.digest == digest:
                     self.staged = replace(model, manifest=manifest)
                     return self.staged
+            base = self._base_of(manifest)
             self.staged = None
             left_s = timeout_s - (time.monotonic() - begin)
-            self._coming = digest, in_thread(lambda: self._load(manifest, run, numerics, left_s))
+            self._coming = digest, in_thread(lambda: self._load(manifest, run, numerics, base, left_s))
             try:
                 self.staged = await self._coming[1]
             finally:
@@ -108,8 +109,16 @@ class Staging:
             self._numerics = key, await asyncio.wrap_future(self._loop.call(lambda: certified(run)))
         return self._numerics[1]
 
-    def _load(self, manifest: Manifest, run: ServedRun, numerics: Numerics, timeout_s: float) -> ServedModel:
-        tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=timeout_s)
+    def _base_of(self, manifest: Manifest) -> ServedModel | None:
+        """The version that the manifest's delta is against, if it is served or staged here."""
+        held = (self._loop.engine.model, self.staged)
+        return next((m for m in held if m is not None and m.version.digest == manifest.base_digest), None)
+
+    def _load(
+        self, manifest: Manifest, run: ServedRun, numerics: Numerics, base: ServedModel | None, timeout_s: float
+    ) -> ServedModel:
+        held = raw_tensors(base) if base else None
+        tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=timeout_s, base=held)
         return build_model(manifest, run, numerics, tensors)
 
     def _require_room(self, run: ServedRun) -> None:

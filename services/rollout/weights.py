@@ -109,10 +109,16 @@ def _owned(raw: RawTensor, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+def raw_tensors(model: ServedModel) -> dict[str, RawTensor]:
+    """The tensors that the decoder computes from, as bytes; shared with it where they lie in the CPU's memory."""
+    return {name: _raw(w) for name, w in named_weights(model.decoder)}
+
+
 def held_digest(model: ServedModel) -> str:
     """The manifest digest of the tensors that the decoder computes from, read now."""
-    dtype = str(model.run.dtype).removeprefix("torch.")
-    return manifest_digest(
-        tensor_entry(name, RawTensor(dtype, tuple(w.shape), w.detach().contiguous().view(torch.uint8).numpy()))
-        for name, w in named_weights(model.decoder)
-    )
+    return manifest_digest(tensor_entry(name, _raw(w)) for name, w in named_weights(model.decoder))
+
+
+def _raw(tensor: Tensor) -> RawTensor:
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

@@ -22,6 +22,8 @@ class TrainerConfig:
     """How published bytes travel."""
     directory: str | None = None
     """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
+    delta: bool = False
+    """Over `grpc`, send only what changed since the version before: faster where the network is the limit, see operations.md."""
     run: str | None = None
     """Train only the run of this name; None: whatever run is not over."""
     exit_when_done: bool = False

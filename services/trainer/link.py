@@ -60,7 +60,9 @@ class Link:
         if world.is_leader:
             self._queue = TrainQueue.connect(config.redis_url)
             directory = Path(config.directory) if config.directory else None
-            self._publisher = weights.Publisher(config.weight_sync, transport=config.transport, directory=directory)
+            self._publisher = weights.Publisher(
+                config.weight_sync, transport=config.transport, directory=directory, delta=config.delta
+            )
 
     def close(self) -> None:
         if self._world.is_leader:
@@ -149,6 +151,8 @@ class Link:
                     v = self._publisher.publish(
                         manifest, tensors, epoch=self._epoch, deadline_s=self._config.publish_deadline_s
                     )
+                    metric(names.PUBLISH_BYTES).labels(run=manifest.run).inc(self.sent.num_bytes)
+                    metric(names.PUBLISH_FULL_BYTES).labels(run=manifest.run).inc(self.sent.full_bytes)
                     return [v.lineage, v.step, v.digest]
                 except weights.VersionConflict as error:
                     manifest.version.lineage += 1
@@ -158,6 +162,11 @@ class Link:
                     )
 
         return PolicyVersion(*self._ask_weight_sync(ask))
+
+    @property
+    def sent(self) -> weights.Sent:
+        """What the last publish took, on rank 0."""
+        return self._publisher.sent if self._world.is_leader else weights.Sent(0, 0)
 
     def published(self, run: str) -> set[str] | None:
         """Digests of the versions that weight_sync holds; None when it does not answer within `poll_s`."""

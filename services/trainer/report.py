@@ -14,6 +14,7 @@ from services.trainer.batch import Batch, PolicyVersion
 from services.trainer.learner import StepResult
 from shared.metrics import names
 from shared.metrics.server import metric
+from shared.wire.weights import Sent
 
 CORRECTION_STATISTICS = ("k1", "k3", "chi2_token", "ess_raw", "ess_applied", "ppl_ratio", "skew_index")
 """The few of the mismatch metrics that are exported; steps.jsonl has all."""
@@ -24,6 +25,7 @@ def step_row(
     result: StepResult,
     *,
     version: PolicyVersion,
+    sent: Sent,
     phases: Mapping[str, list[float]],
     world_size: int,
 ) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def step_row(
 
     Args:
         version: published after the step.
+        sent: what publishing it took.
         phases: name -> [start, end], unix seconds; `checkpoint` is the one that ended before this step began.
     """
     begin = min(start for start, _ in phases.values())
@@ -41,6 +44,8 @@ def step_row(
         "policy_step": version.step,
         "lineage": version.lineage,
         "weights_digest": version.digest,
+        "publish_bytes": sent.num_bytes,
+        "full_bytes": sent.full_bytes,
         "sampled_by": [version.step for version in batch.versions],
         **result.metrics,
         "tokens_per_s": batch.num_tokens / max(wall_s, 1e-9),
@@ -54,7 +59,8 @@ def step_row(
 
 def headline(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a log line shows of a row."""
-    keys = ("step", "reward_mean", "loss", "grad_norm", "entropy", "lag", "tokens", "tokens_per_s", "weights_digest")
+    keys = ("step", "reward_mean", "loss", "grad_norm", "entropy", "lag", "tokens", "tokens_per_s", "weights_digest",
+            "publish_bytes", "full_bytes")  # fmt: skip
     tim = row["tim"]
     seconds = {f"{name}_s": round(end - start, 3) for name, (start, end) in row["phases"].items()}
     return {

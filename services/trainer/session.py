@@ -158,7 +158,14 @@ class Session:
     def record(self, batch: Batch, result: StepResult) -> None:
         """Archive, metrics, steps.jsonl, and the run's own record of the step."""
         version = self.learner.copies.current.version
-        row = report.step_row(batch, result, version=version, phases=self._phases, world_size=self._world.size)
+        row = report.step_row(
+            batch,
+            result,
+            version=version,
+            sent=self._link.sent,
+            phases=self._phases,
+            world_size=self._world.size,
+        )
         self._phases = {}
         if self._world.is_leader:
             write_step(self._archive, batch.step, batch.groups)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,9 +17,9 @@ from services.weight_sync.changes import Changes
 from services.weight_sync.config import WeightSyncConfig
 from services.weight_sync.distribute import Distributor
 from services.weight_sync.registry import RefusedError, Registry, UnknownReplicaError
-from services.weight_sync.store import Store, UnknownVersionError
+from services.weight_sync.store import DELTA_FILE, Store, UnknownVersionError
 from services.weight_sync.transports import directory
-from services.weight_sync.transports.stream import Upload, download
+from services.weight_sync.transports.stream import Upload, download, download_delta
 from services.weight_sync.versions import ConflictError, FencedError, Published, Version
 from shared.metrics import names
 from shared.metrics.server import metric
@@ -64,7 +65,6 @@ class Servicer(WeightSyncServicer):
             if not await self._has(published.version):
                 await self._receive(published, first, stream)
                 metric(names.WEIGHT_SYNC_SECONDS).labels("publish").observe(time.monotonic() - started)
-                log.info("published", version=str(published.version), bytes=published.nbytes, uri=first.manifest.uri)
             return pb.PublishReply(version=_version(published.version))
 
     async def _receive(self, published: Published, first: pb.PublishChunk, stream: AsyncIterator) -> None:
@@ -74,22 +74,31 @@ class Servicer(WeightSyncServicer):
         try:
             if manifest.uri:
                 await asyncio.to_thread(directory.check, manifest)
+                num_bytes = published.nbytes
             else:
-                upload = await asyncio.to_thread(Upload, temporary / WEIGHTS_FILE, manifest)
-                with contextlib.closing(upload):
-                    async for message in stream:
-                        await asyncio.to_thread(upload.add, message.chunk)
-                    await asyncio.to_thread(upload.finish)
-            metric(names.WEIGHT_SYNC_BYTES).labels("directory" if manifest.uri else "grpc").inc(published.nbytes)
+                num_bytes = await self._upload(manifest, stream, temporary)
+            metric(names.WEIGHT_SYNC_BYTES).labels(_transport(manifest)).inc(num_bytes)
             async with self._distributor.store_lock:
                 # Another trainer may have taken over, or published the same, while the bytes came.
                 self._registry.versions.fence(version.run, first.epoch)
                 if not await self._has(version):
                     await asyncio.to_thread(self._store.put, manifest, temporary)
                 self._registry.versions.add(published)
+            log.info("published", version=str(version), bytes=num_bytes, full_bytes=published.nbytes, uri=manifest.uri)
             self._changes.fire()
         finally:
             await asyncio.to_thread(self._store.discard, temporary)
+
+    async def _upload(self, manifest: pb.Manifest, stream: AsyncIterator, temporary: Path) -> int:
+        """Bytes received. Raises UnknownVersionError when the base of a delta is not here, DigestMismatch."""
+        base = await asyncio.to_thread(self._store.base, manifest)
+        paths = temporary / WEIGHTS_FILE, temporary / DELTA_FILE
+        upload = await asyncio.to_thread(lambda: Upload(paths[0], manifest, base=base, delta_path=paths[1]))
+        with contextlib.closing(upload):
+            async for message in stream:
+                await asyncio.to_thread(upload.add, message.chunk)
+            await asyncio.to_thread(upload.finish)
+        return upload.num_bytes
 
     async def _has(self, version: Version) -> bool:
         """Whether the version is published and its bytes are still there. Raises ConflictError."""
@@ -158,10 +167,14 @@ class Servicer(WeightSyncServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.TensorChunk]:
         async with _answering(context):
             version = self._store.find(request.run, request.digest)
-            manifest, path = self._store.manifest(version), self._store.weights(version)
-            stream = await asyncio.to_thread(download, path, manifest, request.names)
+            delta = None if request.names else self._store.delta(version, request.base_digest)
+            if delta:
+                stream, transport = download_delta(delta), "grpc-delta"
+            else:
+                manifest, path = self._store.manifest(version), self._store.weights(version)
+                stream, transport = await asyncio.to_thread(download, path, manifest, request.names), "grpc"
             while chunk := await asyncio.to_thread(next, stream, None):
-                metric(names.WEIGHT_SYNC_BYTES).labels("grpc").inc(len(chunk.data))
+                metric(names.WEIGHT_SYNC_BYTES).labels(transport).inc(chunk.ByteSize())
                 yield chunk
 
     # Dispatcher
@@ -203,6 +216,12 @@ class Servicer(WeightSyncServicer):
             versions=[_version(v) for v in versions if registry.versions.resolve(v.run, v.step) == v],
             needed_step=registry.needed[1] if registry.needed else 0,
         )
+
+
+def _transport(manifest: pb.Manifest) -> str:
+    if manifest.uri:
+        return "directory"
+    return "grpc-delta" if manifest.base_digest else "grpc"
 
 
 def _version(v: Version) -> pb.Version:

@@ -1,5 +1,6 @@
 """Versions on disk: {data_dir}/{run}/{lineage}-{step}-{digest[:12]}/ with the manifest and, where the bytes came over gRPC,
-weights.safetensors. A version is there whole or not at all; everything is verified when it is read back at start.
+weights.safetensors, and delta.chunks where they came as a delta. A version is there whole or not at all; everything but a
+delta, which whoever applies it verifies, is verified when it is read back at start.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from shared.config import ConfigError, structure
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
 from shared.wire.tensor_file import WEIGHTS_FILE, fsync_directory, read_file, uri_path, version_directory
-from shared.wire.tensors import ManifestError, check_manifest, verify
+from shared.wire.tensors import ManifestError, RawTensor, check_manifest, verify
 
 MANIFEST_FILE = "manifest.pb"
+DELTA_FILE = "delta.chunks"
 EPOCH_FILE = "epoch"
 
 log = structlog.get_logger()
@@ -149,6 +151,26 @@ class Store:
         manifest = self.manifest(version)
         home = uri_path(manifest.uri) if manifest.uri else version_directory(self._root, manifest)
         return home / WEIGHTS_FILE
+
+    def base(self, manifest: Manifest) -> dict[str, RawTensor]:
+        """The tensors that the manifest's chunks are encoded against, mapped; nothing when they are raw.
+
+        Raises UnknownVersionError when they are not here.
+        """
+        if not manifest.base_digest:
+            return {}
+        try:
+            return read_file(self.weights(self.find(manifest.run, manifest.base_digest)))
+        except (OSError, ValueError) as error:
+            raise UnknownVersionError(
+                f"run {manifest.run}: base {manifest.base_digest} can't be read: {error}"
+            ) from error
+
+    def delta(self, version: Version, base_digest: str) -> Path | None:
+        """The file with the version's chunks against this base, if it came so. Raises UnknownVersionError."""
+        manifest = self.manifest(version)
+        path = version_directory(self._root, manifest) / DELTA_FILE
+        return path if base_digest and base_digest == manifest.base_digest and path.is_file() else None
 
     def has_weights(self, version: Version) -> bool:
         """Whether the file is still there; its bytes were verified when it came."""

@@ -59,6 +59,15 @@ KERNELS = Metric("timzero_kernels", "info", "Implementation executed per operati
 POLICY_STEP = Metric("timzero_policy_step", "gauge", "Version held", ("role", "member"))
 WEIGHT_SYNC_SECONDS = Metric("timzero_weight_sync_seconds", "histogram", "Time of one phase", ("phase",))
 WEIGHT_SYNC_BYTES = Metric("timzero_weight_sync_bytes_total", "counter", "Bytes moved", ("transport",))
+PUBLISH_BYTES = Metric(
+    "timzero_publish_bytes_total", "counter", "Bytes that the trainer sent or wrote to publish", ("run",)
+)
+PUBLISH_FULL_BYTES = Metric(
+    "timzero_publish_full_bytes_total", "counter", "Bytes of the versions that it published", ("run",)
+)
+DELTA_FALLBACKS = Metric(
+    "timzero_delta_fallbacks_total", "counter", "Deltas given up for the full version", ("phase", "reason")
+)
 WEIGHT_SYNC_FAILURES = Metric("timzero_weight_sync_failures_total", "counter", "Failed phases", ("phase",))
 REPLICAS = Metric("timzero_replicas", "gauge", "Registered replicas by state", ("state",))
 PARITY_MISMATCH = Metric(

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -181,6 +181,14 @@ def chunks(manifest: Manifest, tensors: Mapping[str, RawTensor], *, names: Itera
             yield TensorChunk(name=e.name, offset=offset, data=bytes(view[offset : offset + CHUNK_BYTES]))
 
 
+class RawChunk(NamedTuple):
+    """A TensorChunk that needs no decoding, without the copies that a message makes of its data."""
+
+    name: str
+    offset: int
+    data: Buffer
+
+
 class ChunkSink:
     """Takes chunks in the order that `chunks` gives them and digests as they come.
 
@@ -192,7 +200,7 @@ class ChunkSink:
     >>> sink.close()  # raises DigestMismatch when bytes are missing
     """
 
-    def __init__(self, entries: Iterable[TensorEntry], write: Callable[[TensorEntry, int, bytes], None]) -> None:
+    def __init__(self, entries: Iterable[TensorEntry], write: Callable[[TensorEntry, int, Buffer], None]) -> None:
         self._entries = iter([e for e in entries if e.nbytes])
         self._write = write
         self._digest = xxhash.xxh3_128()
@@ -200,16 +208,17 @@ class ChunkSink:
         self._entry = next(self._entries, None)
         self.num_bytes = 0
 
-    def add(self, chunk: TensorChunk) -> None:
+    def add(self, chunk: TensorChunk | RawChunk) -> None:
         """Raises DigestMismatch when the chunk is out of place or completes a tensor of other bytes."""
-        e, end = self._entry, chunk.offset + len(chunk.data)
-        if e is None or chunk.name != e.name or chunk.offset != self._offset or end > e.nbytes or not chunk.data:
+        data = chunk.data  # Of a message this is a copy: take it once.
+        e, end = self._entry, chunk.offset + len(data)
+        if e is None or chunk.name != e.name or chunk.offset != self._offset or end > e.nbytes or not len(data):
             expected = f"offset {self._offset} of {e.name}" if e else "the end"
             raise DigestMismatch(chunk.name, expected, f"bytes {chunk.offset}:{end} of {chunk.name}")
-        self._write(e, chunk.offset, chunk.data)
-        self._digest.update(chunk.data)
+        self._write(e, chunk.offset, data)
+        self._digest.update(data)
         self._offset = end
-        self.num_bytes += len(chunk.data)
+        self.num_bytes += len(data)
         if end == e.nbytes:
             if self._digest.hexdigest() != e.digest:
                 raise DigestMismatch(e.name, e.digest, self._digest.hexdigest())
@@ -221,11 +230,11 @@ class ChunkSink:
             raise DigestMismatch(e.name, f"{e.nbytes} bytes", f"{self._offset} bytes when the stream ended")
 
 
-def collect(entries: Sequence[TensorEntry], stream: Iterable[TensorChunk]) -> dict[str, RawTensor]:
+def collect(entries: Sequence[TensorEntry], stream: Iterable[TensorChunk | RawChunk]) -> dict[str, RawTensor]:
     """Tensors of a stream of chunks, every digest verified. Raises DigestMismatch."""
     tensors = {e.name: RawTensor(e.dtype, tuple(e.shape), bytearray(e.nbytes)) for e in entries}
 
-    def write(e: TensorEntry, offset: int, data: bytes) -> None:
+    def write(e: TensorEntry, offset: int, data: Buffer) -> None:
         tensors[e.name].data[offset : offset + len(data)] = data
 
     sink = ChunkSink(entries, write)

@@ -14,45 +14,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import grpc
 import structlog
-import tenacity
 
+from shared.metrics import names
+from shared.metrics.server import metric
 from shared.wire import rpc, tensor_file
+from shared.wire.delta import decoded, delta_chunks
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
 from shared.wire.tensors import RawTensor, chunks, collect
+from shared.wire.weight_calls import (
+    TRANSIENT,
+    Fenced,
+    RefusedError,
+    UnknownVersion,
+    VersionConflict,
+    WeightSyncError,
+    call,
+    delta_or_full,
+    retry,
+    translated,
+)
 
-T = TypeVar("T")
+__all__ = [
+    "Fenced",
+    "Publisher",
+    "RefusedError",
+    "ReplicaLink",
+    "Sent",
+    "UnknownVersion",
+    "VersionConflict",
+    "WeightSyncError",
+    "fetch",
+]
+
 log = structlog.get_logger()
 
 REPLICA_RPC_TIMEOUT_S = 5.0
 """Deadline of one Register, Heartbeat or Deregister."""
 
 
-class WeightSyncError(RuntimeError):
-    """weight_sync refused or did not answer; the text says which, with address and reason."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one publish took: bytes on the wire (framing of the chunks included) or in the directory, and those of the version."""
+
+    num_bytes: int
+    full_bytes: int
 
 
-class Fenced(WeightSyncError):
-    """A trainer with a newer epoch owns the run: this one must stop."""
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The version that was published before."""
 
-
-class VersionConflict(WeightSyncError):
-    """The step exists in this lineage with another digest: publish under a new lineage."""
-
-
-class UnknownVersion(WeightSyncError):
-    """weight_sync doesn't hold this version (any more)."""
-
-
-class RefusedError(WeightSyncError):
-    """This replica can't serve the run; the text is weight_sync's reason."""
+    run: str
+    digest: str
+    tensors: Mapping[str, RawTensor]
 
 
 class Publisher:
@@ -62,10 +84,17 @@ class Publisher:
         address: host:port of weight_sync.
         transport: `directory` writes {directory}/{run}/{lineage}-{step}-{digest[:12]}/weights.safetensors, which
             weight_sync and the replicas must see under the same path; `grpc` streams the bytes to weight_sync.
+        delta: over `grpc` send what changed since the version published before, and keep that version's tensors for it.
+            In a directory every version is whole, since that is what its readers map.
     """
 
     def __init__(
-        self, address: str, *, transport: Literal["directory", "grpc"] = "grpc", directory: Path | None = None
+        self,
+        address: str,
+        *,
+        transport: Literal["directory", "grpc"] = "grpc",
+        directory: Path | None = None,
+        delta: bool = False,
     ) -> None:
         if (transport == "directory") != (directory is not None):
             raise ValueError(f"a directory goes with transport 'directory', got {transport!r} and {directory}")
@@ -73,6 +102,11 @@ class Publisher:
         self._directory = directory.absolute() if directory else None
         self._channel = rpc.channel(address)
         self._stub = WeightSyncStub(self._channel)
+        self._is_delta = delta and directory is None
+        self._base: _Base | None = None
+        self._num_sent = 0
+        self.sent = Sent(0, 0)
+        """Of the last publish."""
 
     def __enter__(self) -> Publisher:
         return self
@@ -86,50 +120,68 @@ class Publisher:
     def publish(
         self, manifest: pb.Manifest, tensors: Mapping[str, RawTensor], *, epoch: int, deadline_s: float
     ) -> pb.Version:
-        """Returns when weight_sync has the version on disk, verified. Sets `manifest.uri` under the directory transport.
+        """Returns when weight_sync has the version on disk, verified.
+
+        Sets `manifest.uri` under the directory transport, `manifest.base_digest` where a delta is sent. The tensors must not
+        be written to until the next publish.
 
         Raises: Fenced, VersionConflict, WeightSyncError, OSError when the directory can't be written.
         """
 
-        def attempt(timeout_s: float) -> pb.Version:
+        base = self._base if self._base and self._base.run == manifest.run else None
+
+        def attempt(timeout_s: float, *, against: _Base | None) -> pb.Version:
+            manifest.base_digest = against.digest if against else ""
             if self._directory is not None:
                 manifest.uri = tensor_file.write_version(self._directory, manifest, tensors).as_uri()
-            return self._stub.Publish(self._messages(manifest, tensors, epoch), **_call(timeout_s)).version
+            return self._stub.Publish(self._messages(manifest, tensors, epoch, against), **call(timeout_s)).version
 
-        return _retry(attempt, address=self._address, deadline_s=deadline_s)
+        self._num_sent = 0
+        version = delta_or_full(attempt, base, phase="publish", address=self._address, deadline_s=deadline_s)
+        full_bytes = sum(e.nbytes for e in manifest.tensors)
+        self.sent = Sent(full_bytes if manifest.uri else self._num_sent, full_bytes)
+        if self._is_delta:
+            self._base = _Base(manifest.run, manifest.version.digest, tensors)
+        return version
 
     def _messages(
-        self, manifest: pb.Manifest, tensors: Mapping[str, RawTensor], epoch: int
+        self, manifest: pb.Manifest, tensors: Mapping[str, RawTensor], epoch: int, base: _Base | None
     ) -> Iterator[pb.PublishChunk]:
         yield pb.PublishChunk(epoch=epoch, manifest=manifest)
         if not manifest.uri:
-            for chunk in chunks(manifest, tensors):
+            stream = delta_chunks(manifest, tensors, base=base.tensors) if base else chunks(manifest, tensors)
+            for chunk in stream:
+                self._num_sent += chunk.ByteSize()
                 yield pb.PublishChunk(chunk=chunk)
 
     def retain(self, run: str, oldest_step: int, *, epoch: int, deadline_s: float) -> int:
         """Versions below `oldest_step` will not be asked for again. Returns how many are gone now. Raises Fenced."""
         request = pb.RetainRequest(run=run, oldest_step=oldest_step, epoch=epoch)
-        reply = _retry(lambda t: self._stub.Retain(request, **_call(t)), address=self._address, deadline_s=deadline_s)
+        reply = retry(lambda t: self._stub.Retain(request, **call(t)), address=self._address, deadline_s=deadline_s)
         return reply.num_dropped
 
     def versions(self, run: str, *, deadline_s: float = 30.0) -> list[pb.VersionInfo]:
         """Retained versions of the run, ascending by (lineage, step)."""
         request = pb.ListVersionsRequest(run=run)
-        reply = _retry(
-            lambda t: self._stub.ListVersions(request, **_call(t)), address=self._address, deadline_s=deadline_s
+        reply = retry(
+            lambda t: self._stub.ListVersions(request, **call(t)), address=self._address, deadline_s=deadline_s
         )
         return list(reply.versions)
 
     def manifest(self, run: str, digest: str, *, deadline_s: float = 30.0) -> pb.Manifest:
         """What `fetch` needs to get a published version back. Raises UnknownVersion."""
         request = pb.GetManifestRequest(run=run, digest=digest)
-        return _retry(
-            lambda t: self._stub.GetManifest(request, **_call(t)), address=self._address, deadline_s=deadline_s
-        )
+        return retry(lambda t: self._stub.GetManifest(request, **call(t)), address=self._address, deadline_s=deadline_s)
 
 
-def fetch(manifest: pb.Manifest, *, address: str, deadline_s: float) -> dict[str, RawTensor]:
+def fetch(
+    manifest: pb.Manifest, *, address: str, deadline_s: float, base: Mapping[str, RawTensor] | None = None
+) -> dict[str, RawTensor]:
     """The tensors of a version, every digest verified: mapped from its directory when that is readable here, else over gRPC.
+
+    Args:
+        base: tensors of the version `manifest.base_digest`, where the caller holds it: then only what changed is fetched, and
+            all of it when that does not give the right bytes.
 
     The data of a mapped tensor is a read-only view of the file: copy what must outlive it. Blocks: call it in a thread.
 
@@ -138,12 +190,21 @@ def fetch(manifest: pb.Manifest, *, address: str, deadline_s: float) -> dict[str
     if manifest.uri:
         with contextlib.suppress(OSError):
             return tensor_file.read_version(manifest)
-    request = pb.FetchRequest(run=manifest.run, digest=manifest.version.digest)
+    if manifest.base_digest and base is None:
+        metric(names.DELTA_FALLBACKS).labels("fetch", "no_base").inc()
     with rpc.channel(address) as channel:
         stub = WeightSyncStub(channel)
-        return _retry(
-            lambda t: collect(manifest.tensors, stub.Fetch(request, **_call(t))), address=address, deadline_s=deadline_s
-        )
+
+        def attempt(timeout_s: float, *, against: Mapping[str, RawTensor] | None) -> dict[str, RawTensor]:
+            request = pb.FetchRequest(
+                run=manifest.run,
+                digest=manifest.version.digest,
+                base_digest=manifest.base_digest if against is not None else "",
+            )
+            stream = stub.Fetch(request, **call(timeout_s))
+            return collect(manifest.tensors, decoded(stream, manifest, base=against or {}))
+
+        return delta_or_full(attempt, base, phase="fetch", address=address, deadline_s=deadline_s)
 
 
 class ReplicaLink:
@@ -196,7 +257,7 @@ class ReplicaLink:
 
     async def _beat(self, stub: WeightSyncStub) -> bool:
         """One Register or Heartbeat. False: register again, at once."""
-        options = _call(REPLICA_RPC_TIMEOUT_S)
+        options = call(REPLICA_RPC_TIMEOUT_S)
         try:
             if self.registered.is_set():
                 digest = self.manifest_digest
@@ -215,66 +276,7 @@ class ReplicaLink:
                 return False
             if code == grpc.StatusCode.FAILED_PRECONDITION:
                 raise RefusedError(error.details()) from error
-            if code not in _TRANSIENT and code != grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _translated(error, self._address) from error
+            if code not in TRANSIENT and code != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise translated(error, self._address) from error
             log.warning("weight_sync unreachable", weight_sync=self._address, code=code.name, reason=error.details())
         return True
-
-
-_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
-_ERRORS = {
-    grpc.StatusCode.FAILED_PRECONDITION: Fenced,
-    grpc.StatusCode.ALREADY_EXISTS: VersionConflict,
-    grpc.StatusCode.NOT_FOUND: UnknownVersion,
-}
-
-
-def _call(timeout_s: float) -> dict[str, Any]:
-    """A call to a server that is down waits until it is up again, within the deadline."""
-    return {"timeout": timeout_s, "wait_for_ready": True}
-
-
-def _retry(attempt: Callable[[float], T], *, address: str, deadline_s: float) -> T:
-    """Calls `attempt(seconds left)` until it answers something final."""
-    end = time.monotonic() + deadline_s
-    deadline_has_passed = tenacity.stop_before_delay(deadline_s)
-    policy = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_is_transient),
-        stop=lambda state: deadline_has_passed(state) or _is_damaged_again(state),
-        wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0.0, 0.1),
-        before_sleep=lambda state: log.warning(
-            "weight_sync call failed, trying again", weight_sync=address, reason=_reason(state)
-        ),
-        reraise=True,
-    )
-    try:
-        return policy(lambda: attempt(end - time.monotonic()))
-    except grpc.RpcError as error:
-        raise _translated(error, address) from error
-
-
-def _is_transient(error: BaseException) -> bool:
-    # Bytes that were damaged on their way are sent again.
-    return isinstance(error, grpc.RpcError) and error.code() in (*_TRANSIENT, grpc.StatusCode.DATA_LOSS)
-
-
-def _is_damaged_again(state: tenacity.RetryCallState) -> bool:
-    """Three times in a row it is not the way that damages them."""
-    error = state.outcome.exception() if state.outcome else None
-    is_damaged = isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.DATA_LOSS
-    return is_damaged and state.attempt_number >= 3
-
-
-def _reason(state: tenacity.RetryCallState) -> str:
-    error = state.outcome.exception() if state.outcome else None
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
-
-
-def _translated(error: Any, address: str) -> WeightSyncError:
-    code, details = error.code(), error.details()
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return WeightSyncError(
-            f"weight_sync at {address} did not answer in time. Is it running? "
-            f"Start it with: python -m services.weight_sync host=... port=... ({details})"
-        )
-    return _ERRORS.get(code, WeightSyncError)(f"weight_sync at {address}: {code.name}: {details}")

@@ -52,6 +52,8 @@ def make_data(*, numerics="exact", num_steps=25, num_replicas=2, dropped=None, s
                 "step": s,
                 "epoch": 1,
                 "metrics": {
+                    "publish_bytes": 2_000_000,
+                    "full_bytes": 100_000_000,
                     "reward_mean": reward,
                     "reward_std": 0.3,
                     "loss": -0.01,

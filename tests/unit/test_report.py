@@ -73,6 +73,10 @@ def test_the_page_is_well_formed_and_has_every_section(page):
     assert tuple(check(page).headings) == SECTIONS
 
 
+def test_bytes_published_are_compared_with_those_of_the_weights(page):
+    assert re.search(r"bytes published.*?[\d,]+ for [\d,]+ of weights \(2\.0 %\)", page, re.DOTALL)
+
+
 def test_the_page_fetches_nothing(page):
     assert check(page).fetched == []
     assert not re.search(r"@import|url\((?!#)", page)

@@ -96,6 +96,12 @@ def _duration(data: ReportData) -> float:
     return max(ended) - min(began) if began and ended else 0.0
 
 
+def _published(data: ReportData) -> str:
+    rows = [s.metrics for s in data.summaries if s.metrics.get("full_bytes")]
+    sent, full = (sum(int(row[key]) for row in rows) for key in ("publish_bytes", "full_bytes"))
+    return f"{sent:,} for {full:,} of weights ({100 * sent / full:.1f} %)" if full else "unknown"
+
+
 def _counts(data: ReportData) -> str:
     m = data.metrics
     dropped = sum(m["dropped"].values())
@@ -106,6 +112,7 @@ def _counts(data: ReportData) -> str:
         "rewards that came too late": m["rewards_late"],
         "evaluation samples": ", ".join(f"{n:,} {state}" for state, n in m["evaluations"].items() if n) or "none",
         "weights digest": data.summaries[-1].digest if data.summaries else "none",
+        "bytes published": _published(data),
     }
     return _table(rows)
 

@@ -1,10 +1,20 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RAW: _ClassVar[Encoding]
+    GAPS: _ClassVar[Encoding]
+    BITMAP: _ClassVar[Encoding]
+RAW: Encoding
+GAPS: Encoding
+BITMAP: Encoding
 
 class TensorEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "nbytes", "digest")
@@ -31,7 +41,7 @@ class Version(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "version", "tensors", "model_config_json", "run_config_json", "fingerprint", "uri", "probe_token_ids", "probe_logprobs")
+    __slots__ = ("run", "version", "tensors", "model_config_json", "run_config_json", "fingerprint", "uri", "probe_token_ids", "probe_logprobs", "base_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +51,7 @@ class Manifest(_message.Message):
     URI_FIELD_NUMBER: _ClassVar[int]
     PROBE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROBE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: Version
     tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
@@ -50,17 +61,20 @@ class Manifest(_message.Message):
     uri: str
     probe_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
     probe_logprobs: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., model_config_json: _Optional[str] = ..., run_config_json: _Optional[str] = ..., fingerprint: _Optional[str] = ..., uri: _Optional[str] = ..., probe_token_ids: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., model_config_json: _Optional[str] = ..., run_config_json: _Optional[str] = ..., fingerprint: _Optional[str] = ..., uri: _Optional[str] = ..., probe_token_ids: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[_Iterable[bytes]] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
-    __slots__ = ("name", "offset", "data")
+    __slots__ = ("name", "offset", "data", "encoding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
     name: str
     offset: int
     data: bytes
-    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    encoding: Encoding
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
 
 class PublishChunk(_message.Message):
     __slots__ = ("epoch", "manifest", "chunk")
@@ -173,14 +187,16 @@ class DeregisterReply(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("run", "digest", "names")
+    __slots__ = ("run", "digest", "names", "base_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     digest: str
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., digest: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, run: _Optional[str] = ..., digest: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class SetNeededRequest(_message.Message):
     __slots__ = ("run", "step")

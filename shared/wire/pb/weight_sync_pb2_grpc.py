@@ -93,7 +93,7 @@ class WeightSyncServicer:
 
     def Publish(self, request_iterator, context):
         """Trainer: the first message carries the manifest; under the gRPC transport tensor chunks follow. Idempotent on
-        (run, lineage, step, digest). FAILED_PRECONDITION when `epoch` is older than one already seen (a fenced trainer),
+        (run, lineage, step, digest). NOT_FOUND: the base is not here, send raw chunks. FAILED_PRECONDITION when `epoch` is older than one already seen (a fenced trainer),
         ALREADY_EXISTS when the step exists in this lineage with another digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
