@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.trainer.mismatch_metrics import effective_sample_size
 from services.trainer.mismatch import Divergence, Mismatch, divergence, measure, ulp_distance
+from services.trainer.mismatch_metrics import effective_sample_size
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "data" / "algorithms_examples.json").read_text())
 MASK = torch.tensor(EXAMPLES["B0"]["mask"]).bool()
