@@ -9,6 +9,7 @@ from torch import Tensor
 from shared.kernels import AttentionLayout, reference
 from shared.kernels.cuda import attention as attention_module
 from shared.kernels.cuda.attention import attention
+from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
 from shared.models import packed_layout, paged_layout, prefix_shared_layout
 from tests.kernels.cuda_testing import in_pages, interpreted_ops, qkv, relative_error
 from tests.kernels.kernel_testing import same_bits, wide
@@ -90,6 +91,17 @@ def test_the_packed_kernel_merges_chunks_like_the_others() -> None:
     q, k, v = qkv(1060, (1, 1, 16), torch.float32)
     expected = attention(q, k, v, packed_layout([1060]), 0.2)
     assert same_bits(chunked(q, k, v, [1060], [500, 1023, 1025, 1059], 16), expected)
+
+
+@pytest.mark.parametrize("window", [0, 1030])
+def test_how_the_forward_is_compiled_does_not_change_bits(window: int) -> None:
+    """Chunks walked in loops of their own or in one, row sums through 16 columns or 8."""
+    q, k, v = qkv(1100, (1, 1, 16), torch.float32)
+    packed = pack([1090, 10], 1, q.device)
+    expected = attention(q, k, v, packed_layout([1090, 10]), 0.2, sliding_window=window or None)
+    for shape in (ForwardShape(8, False), ForwardShape(8, True), ForwardShape(16, True)):
+        out, _ = packed_forward(q, k, v, packed, scale=0.2, window=window, softcap=0.0, shape=shape)
+        assert same_bits(out, expected), shape
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

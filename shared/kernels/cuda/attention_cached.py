@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block_step, merge, sift_values
+from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block_step, merge, no_keys, sift_values
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def cached_kernel(
     factor, scale, softcap, stride_q, stride_k, stride_v, stride_o, max_pages, max_chunks,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     # a query alone in its tile sees whatever is loaded, unless a window starts within a block
     SIFT: tl.constexpr = BQ > 1 or WINDOW > 0
@@ -52,7 +52,7 @@ def cached_kernel(
     head = kvh * G + rm % G
     at = (start + index).to(tl.int64) * stride_q + head * D
     qt = tl.load(q + at[:, None] + rd[None, :], mask=row_ok[:, None] & (rd < D)[None, :], other=0.0)
-    ones = tl.full((BLOCK, 16), 1.0, v.dtype.element_ty)
+    ones = tl.full((BLOCK, ONES), 1.0, v.dtype.element_ty)
     kb = k + kvh * D
     vb = v + kvh * D
     if WINDOW > 0:
@@ -70,9 +70,7 @@ def cached_kernel(
     t = tl.zeros((BM,), tl.float32)
     ta = tl.zeros((BM, DP), tl.float32)
     for c in range(c_lo, c_hi + 1):
-        m = tl.full((BM,), -float("inf"), tl.float32)
-        l = tl.zeros((BM, 16), tl.float32)
-        a = tl.zeros((BM, DP), tl.float32)
+        m, l, a = no_keys(BM, ONES, DP)
         begin = tl.maximum(c * CHUNK, lowest)
         end = tl.minimum(c * CHUNK + CHUNK, p_hi + 1)
         if WINDOW > 0:
@@ -100,7 +98,7 @@ def cached_kernel(
             if WINDOW > 0:
                 keep = keep & ((n + rn)[None, :] > pos[:, None] - WINDOW)
             m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, SIFT)
-        # all sixteen columns of l are equal
+        # all columns of l are equal
         total = tl.max(l, 1)
         if SPLIT:
             tm = m
@@ -213,12 +211,14 @@ def attend_cached(
     softcap: float = 0.0,
     num_warps: int = 0,
     num_stages: int = 3,
+    ones: int = 16,
 ) -> torch.Tensor:
     """Args:
     q: [T, H, D]; k, v: [R, Hkv, D] row stores; out: [T, H, D].
     partials: scratch; given, the chunks run in parallel.
     window: positions a query sees, itself included; 0 for all.
     softcap: 0, or the cap of cap * tanh(score / cap).
+    num_warps, num_stages, ones: questions of speed, never of bits; num_warps 0 chooses by the tile.
     """
     heads, dim = q.shape[1], q.shape[2]
     group = heads // k.shape[1]
@@ -230,7 +230,7 @@ def attend_cached(
         LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         rows.pages.stride(0), scratch.chunks,
         H=heads, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=CHUNK, PAGE=rows.page_size,
-        WINDOW=window, SOFTCAP=softcap > 0, SPLIT=partials is not None, num_warps=warps,
+        WINDOW=window, SOFTCAP=softcap > 0, SPLIT=partials is not None, ONES=ones, num_warps=warps,
         num_stages=num_stages if wide <= 128 else 2,
     )  # fmt: skip
     if partials is not None:

@@ -70,6 +70,13 @@ def block_step(
 
 
 @triton.jit
+def no_keys(BM: tl.constexpr, ONES: tl.constexpr, DP: tl.constexpr):
+    """(m, l, a) of a chunk before its first key; merging it is an exact identity."""
+    m = tl.full((BM,), -float("inf"), tl.float32)
+    return m, tl.zeros((BM, ONES), tl.float32), tl.zeros((BM, DP), tl.float32)
+
+
+@triton.jit
 def merge(tm, t, ta, m, l, a):
     """The one formula that joins a chunk (m, l, a) to what came before it (tm, t, ta)."""
     top = tl.maximum(tm, m)

@@ -28,6 +28,7 @@ from shared.kernels.cuda.attention_math import (
     block_step,
     cut_tiles,
     merge,
+    no_keys,
     sift_values,
     to_device,
 )
@@ -37,11 +38,35 @@ FORWARD_ROWS = 128
 
 
 @triton.jit
+def seen_block(qt, keys, values, row, kvh, ones, m, l, a, factor, scale, softcap, SHAPE: tl.constexpr):
+    """A block of keys, from row `row` on, that every query of the tile sees."""
+    kt = keys.load([row, kvh, 0]).reshape(SHAPE[0], SHAPE[1]).T
+    vt = values.load([row, kvh, 0]).reshape(SHAPE[0], SHAPE[1])
+    return block_step(qt, kt, vt, ones, m, l, a, None, None, factor, scale, softcap, SHAPE[3], False, False)
+
+
+@triton.jit
+def edge_block(qt, keys, values, row, kvh, ones, m, l, a, n, pos, last, factor, scale, softcap, SHAPE: tl.constexpr):
+    """The block at position `n`, which some queries see and some don't."""
+    kt = keys.load([row, kvh, 0]).reshape(SHAPE[0], SHAPE[1]).T
+    vt = values.load([row, kvh, 0]).reshape(SHAPE[0], SHAPE[1])
+    key = n + tl.arange(0, SHAPE[0])
+    # rows behind the tile belong to others and may hold anything
+    vt, blame = sift_values(vt, key <= last)
+    keep = key[None, :] <= pos[:, None]
+    if SHAPE[2] > 0:
+        keep = keep & (key[None, :] > pos[:, None] - SHAPE[2])
+    return block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SHAPE[3], True, True)
+
+
+@triton.jit
 def packed_kernel(
     q, keys, values, o, lse, q_start, k_start, tile_seq, tile_first, factor, scale, softcap, stride_q, stride_o,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ONES: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
+    SHAPE: tl.constexpr = (BLOCK, DP, WINDOW, SOFTCAP)
     tile = tl.program_id(0)
     kvh = tl.program_id(1)
     seq = tl.load(tile_seq + tile)
@@ -54,48 +79,67 @@ def packed_kernel(
     last = before + tl.minimum(first + BQ, q_len) - 1
     rm = tl.arange(0, BM)
     rd = tl.arange(0, DP)
-    rn = tl.arange(0, BLOCK)
     index = first + rm // G
     row_ok = (rm < BQ * G) & (index < q_len)
     pos = before + index
     head = kvh * G + rm % G
     at = (start + index).to(tl.int64) * stride_q + head * D
     qt = tl.load(q + at[:, None] + rd[None, :], mask=row_ok[:, None] & (rd < D)[None, :], other=0.0)
-    ones = tl.full((BLOCK, 16), 1.0, qt.dtype)
+    ones = tl.full((BLOCK, ONES), 1.0, qt.dtype)
     if WINDOW > 0:
         lowest = tl.maximum(p_lo - WINDOW + 1, 0) // BLOCK * BLOCK
-        unmasked = lowest
+        edge = lowest
     else:
         lowest = 0
-        unmasked = (p_lo + 1) // BLOCK * BLOCK
-    tm = tl.full((BM,), -float("inf"), tl.float32)
-    t = tl.zeros((BM,), tl.float32)
-    ta = tl.zeros((BM, DP), tl.float32)
-    for c in range(lowest // CHUNK, last // CHUNK + 1):
-        m = tl.full((BM,), -float("inf"), tl.float32)
-        l = tl.zeros((BM, 16), tl.float32)
-        a = tl.zeros((BM, DP), tl.float32)
-        begin = tl.maximum(c * CHUNK, lowest)
-        end = tl.minimum(c * CHUNK + CHUNK, last + 1)
-        full = tl.maximum(tl.minimum(end, unmasked), begin)
-        for n in range(begin, full, BLOCK):
-            kt = keys.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP).T
-            vt = values.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, None, None, factor, scale, softcap, SOFTCAP, False, False)
-        for n in range(full, end, BLOCK):
-            kt = keys.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP).T
-            vt = values.load([row_0 + n, kvh, 0]).reshape(BLOCK, DP)
-            # rows behind the tile belong to others and may hold anything
-            vt, blame = sift_values(vt, n + rn <= last)
-            keep = (n + rn)[None, :] <= pos[:, None]
-            if WINDOW > 0:
-                keep = keep & ((n + rn)[None, :] > pos[:, None] - WINDOW)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, True)
+        edge = (p_lo + 1) // BLOCK * BLOCK
+    m, l, a = no_keys(BM, ONES, DP)
+    tm, t, ta = m, tl.zeros((BM,), tl.float32), a
+    if FLAT:
+        # one pipeline across chunks; a chunk is merged where the next one begins
+        for n in range(lowest, edge, BLOCK):
+            if n % CHUNK == 0:
+                tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
+                m, l, a = no_keys(BM, ONES, DP)
+            m, l, a = seen_block(qt, keys, values, row_0 + n, kvh, ones, m, l, a, factor, scale, softcap, SHAPE)
+        for n in range(edge, last + 1, BLOCK):
+            if n % CHUNK == 0:
+                tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
+                m, l, a = no_keys(BM, ONES, DP)
+            m, l, a = edge_block(
+                qt, keys, values, row_0 + n, kvh, ones, m, l, a, n, pos, last, factor, scale, softcap, SHAPE
+            )
         tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
+    else:
+        for c in range(lowest // CHUNK, last // CHUNK + 1):
+            m, l, a = no_keys(BM, ONES, DP)
+            begin = tl.maximum(c * CHUNK, lowest)
+            end = tl.minimum(c * CHUNK + CHUNK, last + 1)
+            full = tl.maximum(tl.minimum(end, edge), begin)
+            for n in range(begin, full, BLOCK):
+                m, l, a = seen_block(qt, keys, values, row_0 + n, kvh, ones, m, l, a, factor, scale, softcap, SHAPE)
+            for n in range(full, end, BLOCK):
+                m, l, a = edge_block(
+                    qt, keys, values, row_0 + n, kvh, ones, m, l, a, n, pos, last, factor, scale, softcap, SHAPE
+                )
+            tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
     to = (start + index).to(tl.int64) * stride_o + head * D
     out = (ta / t[:, None]).to(o.dtype.element_ty)
     tl.store(o + to[:, None] + rd[None, :], out, mask=row_ok[:, None] & (rd < D)[None, :])
     tl.store(lse + (start + index).to(tl.int64) * H + head, tm + tl.log2(t), mask=row_ok)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardShape:
+    """How the forward is compiled: a question of speed, never of bits."""
+
+    ones: int = 16
+    """Columns of ones that the row sums go through: 16, or 8, which the matrix unit takes from registers."""
+    is_flat: bool = False
+    """One loop over the blocks of all chunks, instead of one per chunk, which drains the pipeline at each end."""
+    num_stages: int = 3
+
+
+FORWARD = ForwardShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +189,29 @@ def pack(
     )
 
 
+def packed_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, *, scale: float, window: int, softcap: float,
+    shape: ForwardShape = FORWARD,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output [T, H, D] and log-sum-exp in base 2 [T, H] float32; arguments as for `PackedAttention`."""
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    wide = triton.next_power_of_2(dim)
+    out = torch.empty_like(q)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    keys, values = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [BLOCK, 1, wide]) for x in _in_one_piece(k, v, packed)
+    )
+    tiles = packed.forward
+    packed_kernel[(tiles.seq.shape[0], kv_heads)](
+        q, keys, values, out, lse, packed.q_start, packed.k_start, tiles.seq, tiles.first,
+        LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), out.stride(0), H=heads, G=heads // kv_heads, D=dim,
+        DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=CHUNK, WINDOW=window, SOFTCAP=softcap > 0,
+        ONES=shape.ones, FLAT=shape.is_flat, num_warps=8, num_stages=shape.num_stages if wide <= 128 else 2,
+    )  # fmt: skip
+    return out, lse
+
+
 class PackedAttention(torch.autograd.Function):
     """q [T, H, D], k, v [R, Hkv, D], contiguous -> [T, H, D]; R is T unless `packed` names the rows."""
 
@@ -159,23 +226,9 @@ class PackedAttention(torch.autograd.Function):
         window: int,
         softcap: float,
     ) -> torch.Tensor:
-        ctx.packed, ctx.scale, ctx.window, ctx.softcap = packed, scale, window, softcap
-        tokens, heads, dim = q.shape
-        kv_heads = k.shape[1]
-        wide = triton.next_power_of_2(dim)
-        out = torch.empty_like(q)
-        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-        keys, values = (
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [BLOCK, 1, wide]) for x in _in_one_piece(k, v, packed)
-        )
-        tiles = packed.forward
-        packed_kernel[(tiles.seq.shape[0], kv_heads)](
-            q, keys, values, out, lse, packed.q_start, packed.k_start, tiles.seq, tiles.first,
-            LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), out.stride(0), H=heads, G=heads // kv_heads, D=dim,
-            DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=CHUNK, WINDOW=window, SOFTCAP=softcap > 0, num_warps=8,
-            num_stages=3 if dim <= 128 else 2,
-        )  # fmt: skip
+        out, lse = packed_forward(q, k, v, packed, scale=scale, window=window, softcap=softcap)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.packed, ctx.scale, ctx.window, ctx.softcap = packed, scale, window, softcap
         return out
 
     @staticmethod
