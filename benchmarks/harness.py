@@ -7,8 +7,11 @@ import json
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -78,27 +82,49 @@ def cuda_time(run: Callable[[], Any], *, warmup_ms: int = 3, rep_ms: int = 15) -
     return Timing(*(1e3 * x for x in ms))
 
 
-def graph_time(runs: Sequence[Callable[[], Any]], *, repeats: int = 12) -> Timing:
+def graph_time(runs: Sequence[Callable[[], Any]], *, repeats: int = 10) -> Timing:
     """Device time of one call inside a replayed graph of several, each over buffers of its own: the data comes from memory
     and the launch is not on the clock."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for run in runs:
             run()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before every capture
+        graph.capture_begin()
+        for run in runs:
+            run()
+        graph.capture_end()
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(runs))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        for mark in marks[:-1]:
+            mark.record()
+            graph.replay()
+        marks[-1].record()
+    torch.cuda.synchronize()
+    times = [1e3 * a.elapsed_time(b) / len(runs) for a, b in pairwise(marks)]
     quarters = statistics.quantiles(times, n=4)
     return Timing(statistics.median(times), quarters[0], quarters[2])
+
+
+class Recorder:
+    """The records of a run, on disk soon after they are made, so that a run that is cut off has told what it found."""
+
+    def __init__(self, out: Path | None, *, interval_s: float = 5.0) -> None:
+        self.records: list[Record] = []
+        self._out, self._interval_s, self._saved = out, interval_s, time.monotonic()
+
+    def add(self, record: Record) -> Record:
+        self.records.append(record)
+        if time.monotonic() - self._saved > self._interval_s:
+            self.save()
+        return record
+
+    def save(self) -> None:
+        self._saved = time.monotonic()
+        save(self.records, self._out)
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Record, cuda_time, graph_time
+from benchmarks.harness import Record, Timing, cuda_time, graph_time
+from shared.kernels.attention_layout import AttentionLayout
+from shared.kernels.cuda.attention import attention
 from shared.kernels.cuda.attention_cached import CachedRows, allocate_partials, attend_cached
 from shared.kernels.cuda.attention_math import CHUNK, cut_tiles
-from shared.kernels.cuda.attention_packed import PackedAttention, pack
+from shared.kernels.cuda.attention_packed import FORWARD, ForwardShape, PackedAttention, pack, packed_forward
 
 DEVICE = torch.device("cuda")
 NUM_CASES = 200
@@ -29,10 +33,19 @@ SHAPES = (
     (9, 3, 64, 128, 0, 30.0),
 )
 """(query heads, KV heads, head dim, page size, window, soft-cap)."""
+FORWARD_SHAPES = (
+    ForwardShape(16, False),
+    ForwardShape(8, False),
+    ForwardShape(16, True),
+    ForwardShape(8, True),
+    ForwardShape(8, True, num_stages=2),
+    ForwardShape(8, True, num_stages=4),
+)
+"""Ways to compile the training forward, all of one class; the fastest is to become `FORWARD`."""
 
 
-def starts(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -42,74 +55,65 @@ def ints(values: list[int]) -> torch.Tensor:
 def paged(
     k: torch.Tensor, v: torch.Tensor, lens: list[int], page: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The packed rows in shuffled pages; every slot that holds no token is NaN."""
+    """The packed rows in shuffled pages, and the page table on the CPU; every slot that holds no token is NaN."""
     counts = [-(-n // page) for n in lens]
-    order = torch.randperm(sum(counts) + 3, device=DEVICE, dtype=torch.int32)
-    stores = [
-        torch.full(((sum(counts) + 3) * page, *x.shape[1:]), float("nan"), dtype=x.dtype, device=DEVICE) for x in (k, v)
-    ]
-    table = torch.zeros(len(lens), max(counts), dtype=torch.int32, device=DEVICE)
-    used = row = 0
-    for s, (n, count) in enumerate(zip(lens, counts, strict=True)):
-        table[s, :count] = order[used : used + count]
-        at = torch.arange(n, device=DEVICE)
-        slots = table[s, at // page].long() * page + at % page
-        for store, x in zip(stores, (k, v), strict=True):
-            store[slots] = x[row : row + n]
-        used, row = used + count, row + n
+    order = torch.randperm(sum(counts) + 3)
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int64)
+    slots = []
+    for s, (n, part) in enumerate(zip(lens, order[: sum(counts)].split(counts), strict=True)):
+        table[s, : len(part)] = part
+        at = torch.arange(n)
+        slots.append(part[at // page] * page + at % page)
+    where = torch.cat(slots).to(DEVICE)
+    stores = [k.new_full(((sum(counts) + 3) * page, *x.shape[1:]), float("nan")) for x in (k, v)]
+    for store, x in zip(stores, (k, v), strict=True):
+        store[where] = x
     return stores[0], stores[1], table
 
 
-def chunked(
-    q: torch.Tensor,
-    stores: tuple[torch.Tensor, ...],
-    lens: list[int],
-    page: int,
-    chunk: int,
-    *,
-    split: bool,
-    window: int,
-    cap: float,
-) -> torch.Tensor:
+def cut(lens: list[int], chunk: int, table: torch.Tensor, page: int) -> AttentionLayout:
     """Every chunk of `chunk` queries as a sequence of its own: its context ends where the chunk does."""
-    keys, values, table = stores
-    group = q.shape[1] // keys.shape[1]
-    pieces = [(s, begin, min(chunk, n - begin)) for s, n in enumerate(lens) for begin in range(0, n, chunk)]
-    q_lens = [n for _, _, n in pieces]
-    context = [begin + n for _, begin, n in pieces]
-    rows = 16 if chunk * group <= 16 else 64
-    tiles = cut_tiles(q_lens, group, rows, DEVICE)
-    chunks = -(-max(context) // CHUNK)
-    part = allocate_partials(tiles.seq.shape[0], keys.shape[1], chunks, rows, q.shape[2], DEVICE) if split else None
-    where = CachedRows(ints(context), starts(q_lens), table[[s for s, _, _ in pieces]].contiguous(), page)
-    out = torch.full_like(q, float("nan"))
-    scale = q.shape[2] ** -0.5
-    return attend_cached(q, keys, values, where, tiles, scale=scale, out=out, partials=part, window=window, softcap=cap)
+    pieces = [(s, begin, min(begin + chunk, n)) for s, n in enumerate(lens) for begin in range(0, n, chunk)]
+    return AttentionLayout(
+        q_lens=torch.tensor([end - begin for _, begin, end in pieces]),
+        context_lens=torch.tensor([end for _, _, end in pieces]),
+        pages=table[[s for s, _, _ in pieces]],
+        page_size=page,
+    )
 
 
-def check() -> list[Record]:
+def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    return int((a.view(torch.int16) != b.view(torch.int16)).sum())
+
+
+def check() -> Iterator[Record]:
     rng = random.Random(0)
-    bits = compared = 0
+    bits = compared = shape_bits = 0
     for case in track(range(NUM_CASES), description="attention bits"):
         heads, kv_heads, dim, page, window, cap = SHAPES[case % len(SHAPES)]
         lens = [
-            rng.choice([1, 2, 63, 64, 65, rng.randint(3, 300), rng.randint(900, 1300)])
+            rng.choice([1, 2, 63, 64, 65, rng.randint(3, 300), rng.randint(900, 1300), rng.randint(2000, 2200)])
             for _ in range(rng.randint(1, 4))
         ]
-        total, scale = sum(lens), dim**-0.5
         torch.manual_seed(case)
-        q, k, v = (
-            torch.randn(total, h, dim, device=DEVICE, dtype=torch.bfloat16) * 2 for h in (heads, kv_heads, kv_heads)
-        )
-        packed = PackedAttention.apply(q, k, v, pack(lens, heads // kv_heads, DEVICE), scale, window, cap)
-        stores = paged(k, v, lens, page)
-        for chunk in (1, rng.choice([7, 17, 33]), 64, 512, max(lens)):
-            for split in (False, True):
-                got = chunked(q, stores, lens, page, chunk, split=split, window=window, cap=cap)
-                bits += int((got.view(torch.int16) != packed.view(torch.int16)).sum())
-                compared += sum(lens)
+        q, k, v = (normal(sum(lens), h, dim) * 2 for h in (heads, kv_heads, kv_heads))
+        packing = pack(lens, heads // kv_heads, DEVICE)
+        options = {"scale": dim**-0.5, "window": window, "softcap": cap}
+        packed, _ = packed_forward(q, k, v, packing, **options)
+        keys, values, table = paged(k, v, lens, page)
+        for chunk in (1, rng.choice([2, 7, 17, 33]), 64, 512, max(lens)):
+            layout = cut(lens, chunk, table, page)
+            got = attention(q, keys, values, layout, dim**-0.5, sliding_window=window or None, softcap=cap or None)
+            bits += differing(got, packed)
+            compared += sum(lens)
+        if case % len(SHAPES) == 0:
+            for shape in FORWARD_SHAPES:
+                shape_bits += differing(packed_forward(q, k, v, packing, **options, shape=shape)[0], packed)
     params = {"cases": NUM_CASES, "queries_compared": compared}
-    return [Record("kernels", "attention_phases", params, "exact", "differing_bits", bits, "bits"), *gradient_checks()]
+    yield Record("kernels", "attention_phases", params, "exact", "differing_bits", bits, "bits")
+    params = {"shapes": len(FORWARD_SHAPES)}
+    yield Record("kernels", "attention_forward_shapes", params, "exact", "differing_bits", shape_bits, "bits")
+    yield from gradient_checks()
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -117,25 +121,22 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
     future = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
-    p = torch.softmax(
-        scores.masked_fill(future, -float("inf")).to(torch.float64 if q.dtype == torch.float64 else torch.float32), -1
-    )
+    p = torch.softmax(scores.masked_fill(future, -float("inf")).to(torch.promote_types(q.dtype, torch.float32)), -1)
     return torch.einsum("hqk,khd->qhd", p.to(q.dtype), v.repeat_interleave(group, 1))
 
 
-def gradient_checks() -> list[Record]:
+def gradient_checks() -> Iterator[Record]:
     """Our gradient's error against float64, over that of plain PyTorch in bf16: at most 1."""
-    records = []
     for heads, kv_heads, dim, tokens in ((16, 8, 128, 700), (9, 3, 64, 333)):
         torch.manual_seed(tokens)
-        base = [torch.randn(tokens, h, dim, device=DEVICE, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads)]
-        grad = torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.bfloat16)
+        base = [normal(tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
+        grad = normal(tokens, heads, dim)
         scale = dim**-0.5
 
-        def gradients(run, dtype):  # type: ignore[no-untyped-def]
+        def gradients(run: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
             leaves = [x.to(dtype, copy=True).requires_grad_() for x in base]
             run(*leaves).backward(grad.to(dtype))
-            return [x.grad.double() for x in leaves]
+            return [x.grad.double() for x in leaves]  # type: ignore[union-attr]
 
         exact = gradients(lambda *x: dense(*x, scale), torch.float64)
         plain = gradients(lambda *x: dense(*x, scale), torch.bfloat16)
@@ -144,40 +145,19 @@ def gradient_checks() -> list[Record]:
         for name, e, p, o in zip(("dq", "dk", "dv"), exact, plain, ours, strict=True):
             ratio = float((o - e).norm() / (p - e).norm())
             params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens, "gradient": name}
-            records.append(
-                Record(
-                    "kernels", "attention_gradient", params, "exact", "gradient_error_ratio", ratio, "", "torch bf16"
-                )
+            yield Record(
+                "kernels", "attention_gradient", params, "exact", "gradient_error_ratio", ratio, "", "torch bf16"
             )
-    return records
 
 
-def decode_time(limits: dict[str, float]) -> list[Record]:
+def decode_time(limits: dict[str, float]) -> Iterator[Record]:
     heads, kv_heads, dim, page = 16, 8, 128, 64
-    records = []
     for sequences, length in ((256, 768), (64, 2048), (4, 32768), (1, 32768), (1, 131072)):
-        pages = length // page
         size = sequences * length * kv_heads * dim * 4
-        runs = []
-        for _ in range(max(2, min(8, int(2e9 // size)))):
-            keys = torch.randn(sequences * pages * page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16)
-            values = torch.randn_like(keys)
-            table = torch.randperm(sequences * pages, device=DEVICE, dtype=torch.int32).view(sequences, pages)
-            q = torch.randn(sequences, heads, dim, device=DEVICE, dtype=torch.bfloat16)
-            where = CachedRows(
-                ints([length] * sequences), torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE), table, page
-            )
-            tiles = cut_tiles([1] * sequences, 2, 16, DEVICE)
-            chunks = -(-length // CHUNK)
-            part = allocate_partials(sequences, kv_heads, chunks, 16, dim, DEVICE) if chunks > 1 else None
-            out = torch.empty_like(q)
-            runs.append(
-                lambda a=(q, keys, values, where, tiles), o=out, p=part: attend_cached(
-                    *a, scale=dim**-0.5, out=o, partials=p
-                )
-            )
-        warm = graph_time(runs)
-        cold = cuda_time(runs[0])
+        # several GB in all, as the layers of a model: neither the L2 nor the TLB may remember the last call
+        runs = [
+            decode_call(sequences, length, heads, kv_heads, dim, page) for _ in range(max(4, min(12, int(6e9 // size))))
+        ]
         params = {
             "sequences": sequences,
             "context": length,
@@ -186,67 +166,103 @@ def decode_time(limits: dict[str, float]) -> list[Record]:
             "dim": dim,
             "page": page,
         }
-        for metric, t in (("decode_in_graph_time_us", warm), ("decode_alone_time_us", cold)):
-            ratio = size / (t.median * 1e-6) / limits["bandwidth"]
-            records.append(
-                Record(
-                    "kernels",
-                    "decode_attention",
-                    params,
-                    "exact",
-                    metric,
-                    t.median,
-                    "us",
-                    "copy bandwidth",
-                    ratio,
-                    t.spread,
-                )
-            )
-    return records
+        for metric, t in (("decode_in_graph_time_us", graph_time(runs)), ("decode_alone_time_us", cuda_time(runs[0]))):
+            yield against_bandwidth("decode_attention", params | {"buffers": len(runs)}, metric, t, size, limits)
 
 
-def time(limits: dict[str, float]) -> list[Record]:
-    records = decode_time(limits)
-    batch, length, heads, kv_heads, dim = 4, 4096, 16, 8, 128
-    q, k, v = (
-        torch.randn(batch * length, h, dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        for h in (heads, kv_heads, kv_heads)
+def decode_call(
+    sequences: int, length: int, heads: int, kv_heads: int, dim: int, page: int
+) -> Callable[[], torch.Tensor]:
+    """One decode step over a store of its own."""
+    pages = length // page
+    keys = normal(sequences * length, kv_heads, dim)
+    values, q = torch.randn_like(keys), normal(sequences, heads, dim)
+    table = torch.randperm(sequences * pages, device=DEVICE, dtype=torch.int32).view(sequences, pages)
+    q_start = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE)
+    where = CachedRows(ints([length] * sequences), q_start, table, page)
+    tiles = cut_tiles([1] * sequences, heads // kv_heads, 16, DEVICE)
+    scratch = allocate_partials(tiles, heads, kv_heads, dim, length) if length > CHUNK else None
+    return partial(
+        attend_cached, q, keys, values, where, tiles, scale=dim**-0.5, out=torch.empty_like(q), partials=scratch
     )
+
+
+def against_bandwidth(case: str, params: dict, metric: str, t: Timing, size: float, limits: dict[str, float]) -> Record:
+    """Bytes that must move over the time, over the copy bandwidth."""
+    ratio = size / (t.median * 1e-6) / limits["bandwidth"]
+    return Record("kernels", case, params, "exact", metric, t.median, "us", "copy bandwidth", ratio, t.spread)
+
+
+def chunked_prefill_time(limits: dict[str, float]) -> Iterator[Record]:
+    """Chunks of 512 queries at the end of 4,096 keys, in tiles of 64 and of 128 rows, against the matrix rate."""
+    sequences, queries, length, heads, kv_heads, dim, page = 8, 512, 4096, 16, 8, 128, 64
+    keys, q = normal(sequences * length, kv_heads, dim), normal(sequences * queries, heads, dim)
+    values, out = torch.randn_like(keys), torch.empty_like(q)
+    table = torch.randperm(sequences * length // page, device=DEVICE, dtype=torch.int32).view(sequences, -1)
+    q_start = torch.arange(0, sequences * queries + 1, queries, dtype=torch.int32, device=DEVICE)
+    where = CachedRows(ints([length] * sequences), q_start, table, page)
+    flop = 4 * sequences * heads * dim * queries * (length - queries / 2)
+    for rows, ones in itertools.product((64, 128), (16, 8)):
+        tiles = cut_tiles([queries] * sequences, heads // kv_heads, rows, DEVICE)
+        t = cuda_time(partial(attend_cached, q, keys, values, where, tiles, scale=dim**-0.5, out=out, ones=ones))
+        params = {"sequences": sequences, "queries": queries, "context": length, "rows": rows, "ones": ones}
+        ratio = flop / (t.median * 1e-6) / limits["matmul"]
+        yield Record(
+            "kernels", "chunked_prefill", params, "exact", "chunked_prefill_time_us", t.median, "us", "large matmul", ratio,
+            t.spread,
+        )  # fmt: skip
+
+
+def time(limits: dict[str, float]) -> Iterator[Record]:
+    yield from decode_time(limits)
+    yield from chunked_prefill_time(limits)
+    batch, length, heads, kv_heads, dim = 4, 4096, 16, 8, 128
+    q, k, v = (normal(batch * length, h, dim).requires_grad_() for h in (heads, kv_heads, kv_heads))
     packing = pack([length] * batch, 2, DEVICE)
     grad = torch.randn_like(q)
-    run = lambda: PackedAttention.apply(q, k, v, packing, dim**-0.5, 0, 0.0)  # noqa: E731
-    forward = cuda_time(run)
-    out = run()
-    backward = cuda_time(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    params = {"sequences": batch, "context": length, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+    peers = list(peer_times(q, k, v, grad, batch))
+    with torch.no_grad():
+        for shape in FORWARD_SHAPES:
+            t = cuda_time(
+                partial(packed_forward, q, k, v, packing, scale=dim**-0.5, window=0, softcap=0.0, shape=shape),
+                rep_ms=40,
+            )
+            of_shape = params | {"ones": shape.ones, "flat": shape.is_flat, "stages": shape.num_stages}
+            is_chosen = shape == FORWARD
+            for name, forward, _ in peers:
+                metric = f"forward_{name}_time_us" if is_chosen else f"forward_option_{name}_time_us"
+                yield Record(
+                    "kernels", "prefill_attention", of_shape | {"part": "forward"}, "exact", metric, t.median, "us", name,
+                    forward.median / t.median, t.spread,
+                )  # fmt: skip
+    out = PackedAttention.apply(q, k, v, packing, dim**-0.5, 0, 0.0)
+    t = cuda_time(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    for name, _, backward in peers:
+        yield Record(
+            "kernels", "prefill_attention", params | {"part": "backward"}, "exact", f"backward_{name}_time_us", t.median, "us",
+            name, backward.median / t.median, t.spread,
+        )  # fmt: skip
+
+
+def peer_times(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, batch: int
+) -> Iterator[tuple[str, Timing, Timing]]:
+    """(name, forward, backward) of torch's backends on the same batch."""
+    heads, dim = q.shape[1:]
     peers = [
         x.detach()
-        .view(batch, length, -1, dim)
+        .view(batch, -1, x.shape[1], dim)
         .transpose(1, 2)
         .repeat_interleave(heads // x.shape[1], 1)
         .requires_grad_()
         for x in (q, k, v)
     ]
-    peer_grad = grad.view(batch, length, heads, dim).transpose(1, 2)
-    params = {"sequences": batch, "context": length, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+    peer_grad = grad.view(batch, -1, heads, dim).transpose(1, 2)
     for backend, name in ((SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")):
         with sdpa_kernel(backend):
             attend = lambda: torch.nn.functional.scaled_dot_product_attention(*peers, is_causal=True)  # noqa: E731
-            peer = cuda_time(attend)
+            forward = cuda_time(attend, rep_ms=40)
             result = attend()
-            peer_back = cuda_time(lambda: torch.autograd.grad(result, peers, peer_grad, retain_graph=True))
-        for part, ours, theirs in (("forward", forward, peer), ("backward", backward, peer_back)):
-            records.append(
-                Record(
-                    "kernels",
-                    "prefill_attention",
-                    params | {"part": part},
-                    "exact",
-                    f"{part}_{name}_time_us",
-                    ours.median,
-                    "us",
-                    name,
-                    theirs.median / ours.median,
-                    ours.spread,
-                )
-            )
-    return records
+            backward = cuda_time(lambda: torch.autograd.grad(result, peers, peer_grad, retain_graph=True))
+        yield name, forward, backward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -45,70 +47,62 @@ def cases() -> list[tuple[str, str, int, int, torch.dtype]]:
     return shapes + [(m, "lm_head", n, k, torch.float32) for m, (n, k) in HEADS.items()]
 
 
-def check() -> list[Record]:
-    records = []
-    for model, part, n, k, out in track(cases(), description="certify"):
-        entry = table().entry(n, k, torch.bfloat16, out)
-        params = {
-            "model": model,
-            "part": part,
-            "n": n,
-            "k": k,
-            "compared": entry.checked,
-            "members": sorted(set(entry.members)),
-        }
-        records.append(Record("kernels", "certification", params, "exact", "differing_bits", 0, "bits"))
+def check() -> Iterator[Record]:
+    for model, part, n, k, out_dtype in track(cases(), description="certify"):
+        entry = table().entry(n, k, torch.bfloat16, out_dtype)
+        params = {"model": model, "part": part, "n": n, "k": k}
+        members = {"members": sorted({*entry.members, entry.large})}
+        yield Record("kernels", "certification", params | members, "exact", "row_counts_compared", entry.checked, "")
         # and through the dispatch itself, awkward counts included
         x = torch.randn(8192 if n < 100_000 else 1024, k, device="cuda", dtype=torch.bfloat16)
         w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        whole = table().linear(x, w, out_dtype=out)
+        whole = run_tile(x, w, REFERENCE, bias=None, out=torch.empty(x.shape[0], n, device="cuda", dtype=out_dtype))
+        kind = torch.int32 if out_dtype == torch.float32 else torch.int16
         bits = sum(
-            int((table().linear(x[-m:], w, out_dtype=out).view(torch.uint8) != whole[-m:].view(torch.uint8)).sum())
+            int((table().linear(x[-m:], w, out_dtype=out_dtype).view(kind) != whole[-m:].view(kind)).sum())
             for m in ROWS
             if m <= x.shape[0]
         )
-        records.append(Record("kernels", "dispatch", params, "exact", "differing_bits", bits, "bytes"))
-    return records
+        yield Record("kernels", "dispatch", params | {"rows": list(ROWS)}, "exact", "differing_bits", bits, "bits")
 
 
-def time(limits: dict[str, float]) -> list[Record]:
+def time(limits: dict[str, float]) -> Iterator[Record]:
     """Inside replayed graphs, as the engine runs them, over as many weights as overflow the L2."""
-    records = []
     for model, part, n, k, out_dtype in track(cases(), description="time GEMMs"):
         copies = max(2, min(16, 2**27 // (n * k)))
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
         for m in ROWS:
             if m > 512 and part == "lm_head":
                 continue
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(m, n, device="cuda", dtype=out_dtype)
-            use_default_cublas()
-            peer = graph_time([partial(torch.mm, x, w.t(), out_dtype=out_dtype, out=out) for w in weights])
-            use_cublaslt_without_split_k()
-            ours = graph_time([partial(table().linear, x, w, out_dtype=out_dtype, out=out) for w in weights])
-            params = {"model": model, "part": part, "m": m, "n": n, "k": k}
-            size = 2 * (m * k + n * k) + m * n * out.element_size()
-            floor = max(2 * m * n * k / limits["matmul"], size / limits["bandwidth"]) * 1e6
-            name = "linear_few_rows_time_us" if m < 32 else "linear_time_us"
-            common = ("kernels", "linear", params)
-            records.append(
-                Record(*common, "exact", name, ours.median, "us", "cublas", peer.median / ours.median, ours.spread)
-            )
-            records.append(Record(*common, "exact", "fraction_of_floor", floor / ours.median, ""))
-            if m in (16, 256, 4096):
-                fixed = graph_time([partial(run_tile, x, w, REFERENCE, bias=None, out=out) for w in weights])
-                ratio = peer.median / fixed.median
-                records.append(
-                    Record(
-                        *common, "fixed-tile", "fixed_tile_time_us", fixed.median, "us", "cublas", ratio, fixed.spread
-                    )
-                )
-    return records + weight_gradients()
+            yield from time_rows({"model": model, "part": part, "m": m, "n": n, "k": k}, weights, out_dtype, limits)
+    yield from weight_gradients()
 
 
-def weight_gradients() -> list[Record]:
+def time_rows(
+    params: dict[str, Any], weights: list[torch.Tensor], out_dtype: torch.dtype, limits: dict[str, float]
+) -> Iterator[Record]:
+    """One row count: the table, default cuBLAS, and for some counts the fixed tile."""
+    m, n, k = params["m"], params["n"], params["k"]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(m, n, device="cuda", dtype=out_dtype)
+    use_default_cublas()
+    peer = graph_time([partial(torch.mm, x, w.t(), out_dtype=out_dtype, out=out) for w in weights])
+    use_cublaslt_without_split_k()
+    ours = graph_time([partial(table().linear, x, w, out_dtype=out_dtype, out=out) for w in weights])
+    size = 2 * (m * k + n * k) + m * n * out.element_size()
+    floor = max(2 * m * n * k / limits["matmul"], size / limits["bandwidth"]) * 1e6
+    name = "linear_few_rows_time_us" if m < 32 else "linear_time_us"
+    common = ("kernels", "linear", params)
+    yield Record(*common, "exact", name, ours.median, "us", "cublas", peer.median / ours.median, ours.spread)
+    yield Record(*common, "exact", "fraction_of_floor", floor / ours.median, "")
+    if m in (16, 256, 4096):
+        fixed = graph_time([partial(run_tile, x, w, REFERENCE, bias=None, out=out) for w in weights])
+        ratio = peer.median / fixed.median
+        yield Record(*common, "fixed-tile", "fixed_tile_time_us", fixed.median, "us", "cublas", ratio, fixed.spread)
+
+
+def weight_gradients() -> Iterator[Record]:
     """dW = dY.T X under the no-split flag against default cuBLAS."""
-    records = []
     for part, (n, k) in MODELS["Qwen3-1.7B"].items():
         for m in (4096, 16384):
             dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
@@ -117,19 +111,7 @@ def weight_gradients() -> list[Record]:
             peer = cuda_time(lambda: dy.t() @ x)
             use_cublaslt_without_split_k()
             ours = cuda_time(lambda: dy.t() @ x)
-            params = {"part": part, "m": m, "n": n, "k": k}
-            records.append(
-                Record(
-                    "kernels",
-                    "weight_gradient",
-                    params,
-                    "exact",
-                    "weight_gradient_time_us",
-                    ours.median,
-                    "us",
-                    "cublas",
-                    peer.median / ours.median,
-                    ours.spread,
-                )
-            )
-    return records
+            yield Record(
+                "kernels", "weight_gradient", {"part": part, "m": m, "n": n, "k": k}, "exact", "weight_gradient_time_us",
+                ours.median, "us", "cublas", peer.median / ours.median, ours.spread,
+            )  # fmt: skip
