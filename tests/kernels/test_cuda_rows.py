@@ -48,6 +48,8 @@ def test_rows_stand_alone(tmp_path: Path) -> None:
     for op in (
         lambda x: ops.rms_norm(x, weight, 1e-6),
         lambda x: ops.rms_norm(x.view(-1, 3, 32), weight[:32], 1e-6).flatten(1),
+        lambda x: ops.rms_norm(x[:, 8:40], weight[:32], 1e-6),
+        lambda x: ops.linear(x[:, 8:40], weight.view(3, 32)),
         lambda x: ops.silu_mul(x, x.roll(1, dims=1)),
         lambda x: ops.rope(x.unflatten(1, (3, 32)), x[:, :16], x[:, 16:32]).flatten(1),
     ):

@@ -47,7 +47,7 @@ class CudaOps(Ops):
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """[..., K] -> [..., N] (`linear.py`)."""
-        x = x_TK.reshape(-1, x_TK.shape[-1])
+        x = x_TK.reshape(-1, x_TK.shape[-1]).contiguous()
         y = Linear.apply(x, weight_NK.contiguous(), bias_N, self.table.linear)
         return y.view(*x_TK.shape[:-1], weight_NK.shape[0])
 

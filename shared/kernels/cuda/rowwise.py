@@ -116,8 +116,8 @@ def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y and the new residual stream, both [..., D] in the dtype of x."""
-    flat = x.reshape(-1, x.shape[-1])
-    other = residual.reshape(flat.shape) if residual is not None else None
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    other = residual.reshape(flat.shape).contiguous() if residual is not None else None
     y, total = RmsNorm.apply(flat, other, weight, eps)
     return y.view(x.shape), total.view(x.shape)
 

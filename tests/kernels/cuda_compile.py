@@ -1,0 +1,128 @@
+"""`python tests/kernels/cuda_compile.py CAPABILITY`: compiles every CUDA kernel for a GPU that need not be there.
+
+Triton asks its driver for nothing but the target's name until a kernel is launched, and here none is. Prints one JSON line per
+compiled variant. Not to be run under Triton's interpreter.
+"""
+
+import itertools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from shared.kernels import AttentionLayout, SamplingParams
+from shared.kernels.certify import BUCKETS, Entry, Table
+from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
+from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, gemm
+from shared.kernels.cuda.grouped import combine, grouped_linear, route
+from shared.kernels.cuda.ops import CudaOps
+from shared.kernels.cuda.rowwise import rms_norm
+
+
+class Target:
+    """The driver of a device that is only named."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class AnyTable(Table):
+    """Dispatches everything to the reference."""
+
+    def entry(self, *shape: Any, has_bias: bool = False) -> Entry:
+        return Entry([REFERENCE.name] * len(BUCKETS), [0.0] * len(BUCKETS), REFERENCE.name, limit=16384)
+
+
+def compile_only() -> None:
+    """Every launch compiles, and prints what came out, but does not run."""
+    launch, seen = JITFunction.run, set()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel is not None and kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(json.dumps({"kernel": self.__name__, "shared_bytes": kernel.metadata.shared}), flush=True)
+        return kernel
+
+    JITFunction.run = run
+
+
+def half(*shape: int, grad: bool = False) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=grad)
+
+
+def attend(ops: CudaOps, heads: tuple[int, int, int], page_size: int, **options: Any) -> None:
+    """Training with a shared prompt, then every kind of cached launch in one call."""
+    h, kv, d = heads
+    layout = AttentionLayout(
+        q_lens=torch.tensor([300, 70]), context_lens=torch.tensor([300, 370]),
+        kv_rows=torch.arange(370).expand(2, -1),
+    )  # fmt: skip
+    out = ops.attention(
+        half(370, h, d, grad=True), *(half(370, kv, d, grad=True) for _ in range(2)), layout, 0.1, **options
+    )
+    out.backward(torch.zeros_like(out))
+    contexts = [300, 3000, 500, 2000, 300]
+    num_pages = -(-max(contexts) // page_size)
+    layout = AttentionLayout(
+        q_lens=torch.tensor([1, 1, 2, 3, 300]), context_lens=torch.tensor(contexts),
+        pages=torch.zeros(5, num_pages, dtype=torch.int64), page_size=page_size,
+    )  # fmt: skip
+    stores = half(num_pages * page_size, kv, d), half(num_pages * page_size, kv, d)
+    ops.attention(half(307, h, d), *stores, layout, 0.1, **options)
+    ops.write_kv(half(307, kv, d), half(307, kv, d), stores, layout)
+
+
+def compile_all(ops: CudaOps) -> None:
+    for heads, page_size, options in (
+        ((16, 8, 128), 64, {}),
+        ((9, 3, 64), 1, {"sliding_window": 100}),
+        ((8, 1, 80), 16, {"softcap": 30.0}),
+        ((4, 1, 256), 256, {}),
+    ):
+        attend(ops, heads, page_size, **options)
+    q, k = half(300, 16, 128), half(300, 8, 128)
+    for ones, is_flat in itertools.product((8, 16), (False, True)):
+        packed = pack([300], 2, q.device)
+        packed_forward(q, k, k, packed, scale=0.1, window=0, softcap=0.0, shape=ForwardShape(ones, is_flat))
+    x, weight = half(33, 576, grad=True), half(960, 576, grad=True)
+    for tile in (*FEW_TOKENS, *MANY_TOKENS):
+        gemm(x.detach(), weight.detach(), tile, bias=None, out=half(33, 960))
+    ops.linear(x, weight, half(960, grad=True)).sum().backward()
+    torch.cat(rms_norm(x, half(33, 576, grad=True), half(576, grad=True), 1e-6)).sum().backward()
+    ops.rms_norm(x, half(576, grad=True), 1e-6).sum().backward()
+    ops.silu_mul(x, half(33, 576, grad=True)).sum().backward()
+    ops.rope(half(33, 9, 64, grad=True), half(33, 32), half(33, 32)).sum().backward()
+    ids = torch.arange(33)
+    embedding = half(9001, 576, grad=True)
+    ops.embedding(ids, embedding).sum().backward()
+    scored = ops.lm_logprob(x, embedding, ids, torch.ones(33))
+    (scored.logprob.sum() + scored.entropy.sum()).backward()
+    fields = {"seed": [1] * 33, "prompt": [1] * 33, "sample": [1] * 33, "position": [1] * 33, "temperature": [1.0] * 33}
+    filters = {"top_k": [5] * 33, "top_p": [0.9] * 33, "min_p": [0.1] * 33}
+    ops.sample(x.detach(), embedding.detach(), SamplingParams.of(**fields, **filters))
+    routing = route(torch.arange(8).view(4, 2), 8, 16)
+    rows = grouped_linear(half(4, 64), half(8, 32, 64), routing, gather=True)
+    combine(grouped_linear(rows, half(8, 64, 32), routing, gather=False), torch.ones(4, 2), routing)
+
+
+if __name__ == "__main__":
+    driver.set_active(Target(int(sys.argv[1])))
+    compile_only()
+    compile_all(CudaOps(torch.device("cpu"), AnyTable(Path(tempfile.mkdtemp()))))
