@@ -42,6 +42,10 @@ FORWARD_SHAPES = (
     ForwardShape(8, True, num_stages=4),
 )
 """Ways to compile the training forward, all of one class; the fastest is to become `FORWARD`."""
+DECODES = ((256, 768), (64, 2048), (4, 32768), (1, 32768), (1, 131072))
+"""(sequences, context)."""
+DECODE_OPTIONS = ({"num_stages": 2}, {"num_stages": 4}, {"num_warps": 4})
+"""Other ways to compile decode than `attend_cached` chooses, tried on the first and the fourth of them."""
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -152,12 +156,11 @@ def gradient_checks() -> Iterator[Record]:
 
 def decode_time(limits: dict[str, float]) -> Iterator[Record]:
     heads, kv_heads, dim, page = 16, 8, 128, 64
-    for sequences, length in ((256, 768), (64, 2048), (4, 32768), (1, 32768), (1, 131072)):
+    for sequences, length in DECODES:
         size = sequences * length * kv_heads * dim * 4
         # several GB in all, as the layers of a model: neither the L2 nor the TLB may remember the last call
-        runs = [
-            decode_call(sequences, length, heads, kv_heads, dim, page) for _ in range(max(4, min(12, int(6e9 // size))))
-        ]
+        copies = max(4, min(12, int(6e9 // size)))
+        runs = [decode_call(sequences, length, heads, kv_heads, dim, page) for _ in range(copies)]
         params = {
             "sequences": sequences,
             "context": length,
@@ -166,8 +169,13 @@ def decode_time(limits: dict[str, float]) -> Iterator[Record]:
             "dim": dim,
             "page": page,
         }
+        params |= {"buffers": copies}
         for metric, t in (("decode_in_graph_time_us", graph_time(runs)), ("decode_alone_time_us", cuda_time(runs[0]))):
-            yield against_bandwidth("decode_attention", params | {"buffers": len(runs)}, metric, t, size, limits)
+            yield against_bandwidth("decode_attention", params, metric, t, size, limits)
+        if (sequences, length) in (DECODES[0], DECODES[3]):
+            for option in DECODE_OPTIONS:
+                t = graph_time([partial(run, **option) for run in runs])
+                yield against_bandwidth("decode_attention", params | option, "decode_option_time_us", t, size, limits)
 
 
 def decode_call(
@@ -180,7 +188,7 @@ def decode_call(
     table = torch.randperm(sequences * pages, device=DEVICE, dtype=torch.int32).view(sequences, pages)
     q_start = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE)
     where = CachedRows(ints([length] * sequences), q_start, table, page)
-    tiles = cut_tiles([1] * sequences, heads // kv_heads, 16, DEVICE)
+    tiles = cut_tiles([1] * sequences, heads // kv_heads, 16, DEVICE, queries=1)
     scratch = allocate_partials(tiles, heads, kv_heads, dim, length) if length > CHUNK else None
     return partial(
         attend_cached, q, keys, values, where, tiles, scale=dim**-0.5, out=torch.empty_like(q), partials=scratch

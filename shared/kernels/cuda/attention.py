@@ -117,16 +117,16 @@ def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> C
     group = heads // kv_heads
     q_lens, contexts = layout.q_lens.numpy(), layout.context_lens.numpy()
     few = max(DECODE_ROWS, triton.next_power_of_2(group))
-    is_few, is_long = q_lens * group <= few, contexts > CHUNK
+    is_one, is_few, is_long = q_lens == 1, q_lens * group <= few, contexts > CHUNK
     launches = []
-    for members, rows, is_split in (
-        (is_few & (q_lens == 1) & ~is_long, few, False),
-        (is_few & (q_lens == 1) & is_long, few, True),
-        (is_few & (q_lens > 1), few, True),
-        (~is_few, max(PREFILL_ROWS, few), False),
+    for members, rows, queries, is_split in (
+        (is_one & ~is_long, few, 1, False),
+        (is_one & is_long, few, 1, True),
+        (is_few & ~is_one, few, None, True),
+        (~is_few & ~is_one, max(PREFILL_ROWS, few), None, False),
     ):
         if members.any():
-            tiles = cut_tiles(q_lens, group, rows, device, of=members.nonzero()[0])
+            tiles = cut_tiles(q_lens, group, rows, device, of=members.nonzero()[0], queries=queries)
             longest = int(contexts[members].max())
             scratch = allocate_partials(tiles, heads, kv_heads, dim, longest) if is_split and longest > CHUNK else None
             launches.append(Launch(tiles, scratch))

@@ -103,7 +103,13 @@ class Tiles:
 
 
 def cut_tiles(
-    q_lens: Sequence[int] | np.ndarray, group: int, rows: int, device: torch.device, *, of: np.ndarray | None = None
+    q_lens: Sequence[int] | np.ndarray,
+    group: int,
+    rows: int,
+    device: torch.device,
+    *,
+    of: np.ndarray | None = None,
+    queries: int | None = None,
 ) -> Tiles:
     """Tiles of `rows` matrix rows that cover every query of every sequence once, the longest walks first.
 
@@ -111,11 +117,12 @@ def cut_tiles(
         q_lens: queries of each sequence.
         group: query heads per KV head, at most `rows`.
         of: the sequences to cover; None for all.
+        queries: per tile; None for as many as fit. 1 where no sequence has more: every row in use costs a decode scratch
+            and a program that merges it.
     """
     lens = np.asarray(q_lens, np.int64)
     seqs = np.arange(len(lens)) if of is None else np.asarray(of, np.int64)
-    # for one query a sequence, one query a tile: unused rows would cost scratch and programs that merge them
-    queries = 1 if lens[seqs].max(initial=1) == 1 else rows // group
+    queries = rows // group if queries is None else queries
     counts = -(-lens[seqs] // queries)
     seq = seqs.repeat(counts)
     first = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * queries
