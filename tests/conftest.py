@@ -27,9 +27,13 @@ sys.modules.update(dict.fromkeys(["torch", "triton", "torchvision", "shared.kern
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton decides when it is imported whether it interprets its kernels on the CPU; a run of the `gpu` tests must not."""
+    """Without `-m gpu` there is no GPU, also where there is one, and the CUDA kernels run under Triton's interpreter.
+
+    Triton decides about that when it is imported.
+    """
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.kernels import AttentionLayout, reference
 from shared.kernels.cuda import attention as attention_module
 from shared.kernels.cuda.attention import attention
-from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
+from shared.kernels.cuda.attention_packed import FORWARD, ForwardShape, pack, packed_forward
 from shared.models import packed_layout, paged_layout, prefix_shared_layout
 from tests.kernels.cuda_testing import in_pages, interpreted_ops, qkv, relative_error
 from tests.kernels.kernel_testing import same_bits, wide
@@ -88,20 +88,28 @@ def test_chunks_in_parallel_merge_to_the_bits_of_the_serial_walk(heads: tuple[in
 
 
 def test_the_packed_kernel_merges_chunks_like_the_others() -> None:
-    q, k, v = qkv(1060, (1, 1, 16), torch.float32)
-    expected = attention(q, k, v, packed_layout([1060]), 0.2)
-    assert same_bits(chunked(q, k, v, [1060], [500, 1023, 1025, 1059], 16), expected)
+    """The last queries of a long context: whatever carries gradients takes the packed kernel."""
+    _, k, v = qkv(1060, (1, 1, 16), torch.float32)
+    q, _, _ = qkv(70, (1, 1, 16), torch.float32, seed=1)
+    stores, tables = in_pages(k, v, [1060], 16)
+    expected = attention(q, *stores, paged_layout(tables, 16, [70], [1060]), 0.2)
+    rows = AttentionLayout(
+        q_lens=torch.tensor([70]), context_lens=torch.tensor([1060]), kv_rows=torch.arange(1060)[None]
+    )
+    assert same_bits(attention(q.requires_grad_(), k, v, rows, 0.2).detach(), expected)
 
 
 @pytest.mark.parametrize("window", [0, 1030])
 def test_how_the_forward_is_compiled_does_not_change_bits(window: int) -> None:
     """Chunks walked in loops of their own or in one, row sums through 16 columns or 8."""
-    q, k, v = qkv(1100, (1, 1, 16), torch.float32)
-    packed = pack([1090, 10], 1, q.device)
-    expected = attention(q, k, v, packed_layout([1090, 10]), 0.2, sliding_window=window or None)
-    for shape in (ForwardShape(8, False), ForwardShape(8, True), ForwardShape(16, True)):
-        out, _ = packed_forward(q, k, v, packed, scale=0.2, window=window, softcap=0.0, shape=shape)
-        assert same_bits(out, expected), shape
+    _, k, v = qkv(1110, (1, 1, 16), torch.float32)
+    q, _, _ = qkv(80, (1, 1, 16), torch.float32, seed=1)
+    packed = pack([70, 10], 1, q.device, context_lens=[1100, 10])
+    expected, *others = (
+        packed_forward(q, k, v, packed, scale=0.2, window=window, softcap=0.0, shape=shape)[0]
+        for shape in (FORWARD, ForwardShape(16, False), ForwardShape(8, False), ForwardShape(8, True))
+    )
+    assert all(same_bits(out, expected) for out in others)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

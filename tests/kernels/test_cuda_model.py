@@ -149,7 +149,7 @@ def test_self_check_names_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_without_triton_or_a_device_everything_imports_and_exact_mode_says_why(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
     code = (
-        "import shared.kernels, shared.models, services.rollout.engine\n"
+        "import shared.kernels, shared.models\n"
         "shared.kernels.build_ops('exact')\n"
         "try: shared.kernels.build_ops('exact', 'cuda')\n"
         "except ValueError as error: print(error)\n"
