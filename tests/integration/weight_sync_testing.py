@@ -112,8 +112,10 @@ class Process:
             yield WeightSyncStub(channel)
 
     def need(self, step: int, *, run: str = "demo") -> bool:
+        # Channels of one process share connections, and with them the pause after a refused attempt on a killed server.
+        request = pb.SetNeededRequest(run=run, step=step)
         with self.stub() as stub:
-            return stub.SetNeeded(pb.SetNeededRequest(run=run, step=step), timeout=DEADLINE_S).published
+            return stub.SetNeeded(request, timeout=DEADLINE_S, wait_for_ready=True).published
 
 
 @contextlib.contextmanager
