@@ -52,7 +52,7 @@ class Outcome:
             found.append("accepted is not trained + dropped + live: trajectories were lost or counted twice")
         if self.run["config"]["numerics"] == "exact":
             differing = sum(s.differing_bits for s in self.steps)
-            missing = sum(s.tokens - s.compared_tokens for s in self.steps)
+            missing = sum(s.tokens - s.ingested_tokens - s.compared_tokens for s in self.steps)
             if differing:
                 found.append(f"{differing} bits of logprobs differ between engine and trainer")
             if missing:

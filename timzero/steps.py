@@ -52,6 +52,11 @@ class StepSummary:
         return int(self.tim["compared_tokens"])
 
     @property
+    def ingested_tokens(self) -> int:
+        """Of `tokens`, those that another engine sampled; they are not compared."""
+        return int(self.metrics.get("ingested_tokens", 0))
+
+    @property
     def differing_bits(self) -> int:
         return int(self.tim["differing_bits"])
 

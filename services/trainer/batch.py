@@ -97,6 +97,8 @@ class Batch:
     """[T] int32 argmax as the engine recorded it."""
     version_T: Tensor
     """[T] int64 index into `versions`; -1 where no version can reproduce the token (mixed KV)."""
+    is_ingested_T: Tensor
+    """[T] bool: sampled by an engine that is not ours; its logprobs are expected to differ."""
     versions: tuple[PolicyVersion, ...]
 
     @property
@@ -153,6 +155,9 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
         rollout_T=_flat([t.logprobs for t in trajectories], masks, np.float32),
         top1_T=_flat([t.top1 for t in trajectories], masks, np.int32),
         version_T=_flat([_version_index(t, versions) for t in trajectories], masks, np.int64),
+        is_ingested_T=torch.repeat_interleave(
+            torch.tensor([t.sampler != "" for t in trajectories], dtype=torch.bool), num_tokens_N
+        ),
         versions=tuple(versions),
     )
 

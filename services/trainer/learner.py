@@ -52,9 +52,11 @@ class StepResult:
     metrics: dict[str, Any]
     """JSON-ready."""
     abs_delta_T: Tensor
-    """[compared tokens] float32 |trainer - engine|."""
+    """[compared tokens] float32 |trainer - engine|, of our own engine's tokens."""
     staleness_T: Tensor
     """[T] int64: step minus the version that sampled the token."""
+    ingested_abs_delta_T: Tensor
+    """[compared tokens] float32 the same of tokens that another engine sampled."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,12 @@ class Learner:
         sampled = scores.sampled or trained
         proximal_T = trained.logprob_T if scores.proximal_T is None else scores.proximal_T
         comparable = scores.is_comparable_T
-        mismatch = measure(sampled.logprob_T, batch.rollout_T, sampled.top1_T, batch.top1_T, comparable)
+        # What another engine sampled differs by design; `mismatch` is a statement on ours.
+        own_T = ~batch.is_ingested_T
+        mismatch, ingested = (
+            measure(sampled.logprob_T[of], batch.rollout_T[of], sampled.top1_T[of], batch.top1_T[of], comparable[of])
+            for of in (own_T, batch.is_ingested_T)
+        )
         acceptance, accepted_T = decision.acceptance, _accepted(batch, decision)
         advantage_T = decision.advantage_N[batch.sequence_T]
         loss = policy_loss(
@@ -269,6 +276,8 @@ class Learner:
             "weight_ess": effective_sample_size(loss.weight_T),
             "lag": _mean(staleness_T.float()),
             "tim": mismatch.as_dict(),
+            "ingested_tokens": int(batch.is_ingested_T.sum()),
+            "ingested_tim": ingested.as_dict(),
             "staleness": asdict(divergence(proximal_T[comparable], sampled.logprob_T[comparable])),
             "drift": asdict(divergence(trained.logprob_T, proximal_T)),
             "clip": clips_by_tim(
@@ -279,11 +288,14 @@ class Learner:
                 proximal_T,
                 comparable,
                 staleness_T,
+                batch.is_ingested_T,
                 (batch.rollout_T, loss.weight_T, advantage_T, batch.sequence_T),
             ),
         }
-        delta_T = (sampled.logprob_T - batch.rollout_T)[comparable].abs()
-        return StepResult(mismatch, metrics, delta_T, staleness_T)
+        delta_T = (sampled.logprob_T - batch.rollout_T).abs()
+        return StepResult(
+            mismatch, metrics, delta_T[comparable & own_T], staleness_T, delta_T[comparable & batch.is_ingested_T]
+        )
 
 
 def _accepted(batch: Batch, decision: Decision) -> Tensor:

@@ -67,7 +67,7 @@ def measure(
 
     Args:
         train_T, rollout_T: [T] float32 logprobs of the sampled tokens.
-        train_top1_T, rollout_top1_T: [T] int32 argmax of each path.
+        train_top1_T, rollout_top1_T: [T] int32 argmax of each path; -1 where the sampler gave none.
         is_comparable_T: [T] bool: the trainer's number is from the token's own version.
     """
     train, rollout = train_T[is_comparable_T], rollout_T[is_comparable_T]
@@ -79,7 +79,7 @@ def measure(
         differing_tokens=int((pattern != 0).sum()),
         differing_bits=sum(word.bit_count() for word in pattern[pattern != 0].numpy().view(np.uint32).tolist()),
         ulp_max=ulp_distance(train[~bad], rollout[~bad]),
-        top1_flips=int((train_top1_T[is_comparable_T] != rollout_top1_T[is_comparable_T]).sum()),
+        top1_flips=int(((train_top1_T != rollout_top1_T) & (rollout_top1_T >= 0) & is_comparable_T).sum()),
         nonfinite=int(bad.sum()),
         delta=divergence(train, rollout),
     )

@@ -43,6 +43,7 @@ def tables(
     proximal_T: Tensor,
     is_comparable_T: Tensor,
     staleness_T: Tensor,
+    is_ingested_T: Tensor,
     others: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> dict[str, Any]:
     """The mismatch alone, under each token's own version, and what the correction sees: staleness too, in all and by bucket.
@@ -51,6 +52,7 @@ def tables(
         sampled_T: [T] trainer logprobs under the version that sampled the token.
         proximal_T: [T] under the version before the step.
         is_comparable_T: [T] bool where `sampled_T` is known.
+        is_ingested_T: [T] bool where the sampler is not our engine.
         others: rollout_T, weight_T, advantage_T, sequence_T as `describe` takes them.
     """
 
@@ -59,7 +61,8 @@ def tables(
         return describe(train_T[of_T], rollout_T, weight_T, advantage_T, sequence_T)
 
     return {
-        "same_version": table(sampled_T, is_comparable_T),
+        "same_version": table(sampled_T, is_comparable_T & ~is_ingested_T),
+        "ingested": table(sampled_T, is_comparable_T & is_ingested_T),
         "correction": table(proximal_T, torch.ones_like(is_comparable_T)),
         "correction_by_staleness": {name: table(proximal_T, of_T) for name, of_T in by_staleness(staleness_T)},
     }

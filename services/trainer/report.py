@@ -81,6 +81,7 @@ def count_mismatch(run: str, result: StepResult) -> None:
     metric(names.NONFINITE).labels(run=run).inc(m.nonfinite)
     metric(names.TIM_MAX_DELTA).labels(run=run).set(m.delta.abs_max)
     observe_all(metric(names.TIM_DELTA).labels(run=run), result.abs_delta_T)
+    observe_all(metric(names.INGESTED_DELTA).labels(run=run), result.ingested_abs_delta_T)
 
 
 def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -> None:

@@ -82,6 +82,13 @@ DIFFERING_TOKENS = Metric(
 TIM_DELTA = Metric("timzero_tim_abs_delta", "histogram", "|trainer - engine logprob|, same version", ("run",), DELTAS)
 TIM_MAX_DELTA = Metric("timzero_tim_max_abs_delta", "gauge", "Largest |delta| of the last step", ("run",))
 TOP1_FLIPS = Metric("timzero_tim_top1_flips_total", "counter", "Tokens whose argmax differs", ("run",))
+INGESTED_DELTA = Metric(
+    "timzero_ingested_abs_delta",
+    "histogram",
+    "|trainer - sampler logprob| of trained tokens that another engine sampled, same version",
+    ("run",),
+    DELTAS,
+)
 NONFINITE = Metric("timzero_nonfinite_total", "counter", "Non-finite logprobs or rewards refused", ("run",))
 
 # trainer

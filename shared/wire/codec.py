@@ -23,7 +23,7 @@ _GROUP_TYPES: dict[str, Any] = {"run": str, "group_id": str, "prompt_number": in
 _TRAJECTORY_TYPES: dict[str, Any] = {
     "trajectory_id": str, "group_id": str, "prompt_id": str, "sample_index": int, "run": str, "seed": int,
     "fingerprint": str, "reward": _NUMBER | None, "rewards": {str: _NUMBER}, "replicas": [str],
-    "timestamps": {str: _NUMBER},
+    "sampler": str, "timestamps": {str: _NUMBER},
 }  # fmt: skip
 _SAMPLING_TYPES: dict[str, Any] = {
     "temperature": _NUMBER, "max_tokens": int, "stop_token_ids": [int], "stop": [str],

@@ -95,7 +95,7 @@ class Trajectory:
     """One finished sample.
 
     Shapes, with P prompt tokens and S sampled ones: token_ids int32 [P + S]; logprobs float32 [S], of the distribution
-    sampled from (after temperature); top1 int32 [S]; loss_mask uint8 [P + S], 1 = trainable.
+    sampled from (after temperature); top1 int32 [S], -1 where the argmax is not known; loss_mask uint8 [P + S], 1 = trainable.
     """
 
     trajectory_id: str
@@ -117,6 +117,8 @@ class Trajectory:
     """Reward by source; `reward` is their sum once the trajectory is sealed."""
     replicas: tuple[str, ...] = ()
     """Who sampled it, in order; more than one after a continuation."""
+    sampler: str = ""
+    """Name of an engine that is not ours, where one sampled it. Its logprobs are measured apart and never asked to be exact."""
     timestamps: dict[str, float] = field(default_factory=dict)
     """Unix seconds: accepted, generating, generated, rewarded, queued. Never an input of training."""
 

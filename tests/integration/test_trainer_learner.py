@@ -329,6 +329,7 @@ def test_an_empty_batch_changes_nothing(model: Path, world: World) -> None:
         **{
             name: getattr(batch, name)[:0]
             for name in (
+                "is_ingested_T",
                 "reward_N",
                 "group_N",
                 "num_tokens_N",
