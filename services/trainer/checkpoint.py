@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import serialization
 
 from services.trainer.batch import PolicyVersion
+from services.trainer.copies import ForwardCopy
 from services.trainer.learner import Learner
 from services.trainer.policy import as_global, local_shards
-from services.trainer.weights import ForwardCopy
 from shared.config import ConfigError, structure, unstructure
 from shared.wire.run import RunConfig
 from shared.wire.tensor_file import fsync_directory

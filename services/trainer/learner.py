@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.trainer.advantage import advantages, shape_overlong
 from services.trainer.batch import Batch, MicroBatch, MiniStep
+from services.trainer.copies import ForwardCopies
 from services.trainer.correction import importance_weights, mean_weight
 from services.trainer.distributed import World
 from services.trainer.filters import Acceptance, accept, keep_tokens
@@ -26,7 +27,6 @@ from services.trainer.mismatch import Mismatch, divergence, measure
 from services.trainer.mismatch_metrics import clips_by_tim, effective_sample_size, tables
 from services.trainer.optimizer import apply, build_optimizer, learning_rate
 from services.trainer.policy import TokenScores, accumulate_gradients, build_shell, fill, score_batch
-from services.trainer.weights import ForwardCopies
 from shared.kernels import LogprobOutput
 from shared.models import Decoder
 from shared.wire.run import RunConfig

@@ -20,12 +20,13 @@ import torch
 from services.trainer import checkpoint, report
 from services.trainer.batch import Batch, BatchError, build_batch
 from services.trainer.config import TrainerConfig
+from services.trainer.copies import ForwardCopy
 from services.trainer.distributed import World
 from services.trainer.learner import Learner, StepResult
 from services.trainer.link import Link, Refused, json_ready
 from services.trainer.policy import load_policy
 from services.trainer.server import StatusBoard
-from services.trainer.weights import ForwardCopy, describe, gather, probe_token_ids, score_probe
+from services.trainer.weights import describe, gather, probe_token_ids, score_probe
 from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
 from shared.models import load_config, resolve_model
 from shared.wire.archive import step_path, write_step

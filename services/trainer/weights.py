@@ -1,23 +1,21 @@
-"""What leaves the trainer: the forward copies of the last versions, the probe, and the publication.
+"""What leaves the trainer: a version's bytes, gathered, and the probe that every replica must reproduce.
 
-A forward copy is the sharded cast of the masters to the published dtype, which is exactly what the forward gathers. One copy
-serves three ends: it is published, it scores the tokens that this version sampled, and it brings a version back after a
-restart. Gathering walks the parameters in name order on all ranks together; only rank 0 keeps what was gathered.
+Gathering walks the parameters in name order on all ranks together; only rank 0 keeps what was gathered.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.trainer.batch import MicroBatch, PolicyVersion
+from services.trainer.copies import ForwardCopy
 from services.trainer.distributed import World
-from services.trainer.policy import as_global, local_shards, score_micro_batch
+from services.trainer.policy import as_global, score_micro_batch
 from shared.config import unstructure
 from shared.models import Decoder, ModelConfig, packed_layout
 from shared.wire.pb.weight_sync_pb2 import Manifest
@@ -28,53 +26,6 @@ from shared.wire.types import float32_bytes, int32_bytes
 PROBE_LENGTHS = (5, 17, 33)
 """Tokens of the probe sequences: odd sizes around the row multiples of the kernels."""
 PROBE_TEMPERATURE = 1.0
-
-
-@dataclass(frozen=True)
-class ForwardCopy:
-    """One version, as every forward sees it."""
-
-    version: PolicyVersion
-    """Its digest is empty until it is published."""
-    shards: Mapping[str, Tensor]
-    """This rank's part of each parameter, in the published dtype."""
-
-
-class ForwardCopies:
-    """The current version and the `lag` before it, by policy step."""
-
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, *, lag: int) -> None:
-        self._decoder, self._dtype, self._lag = decoder, dtype, lag
-        self._copies: dict[int, ForwardCopy] = {}
-
-    @property
-    def held(self) -> tuple[ForwardCopy, ...]:
-        """Ascending by step; the last one is current."""
-        return tuple(self._copies[step] for step in sorted(self._copies))
-
-    @property
-    def current(self) -> ForwardCopy:
-        return self.held[-1]
-
-    def take(self, step: int, *, lineage: int) -> ForwardCopy:
-        """Copies the masters as they are now, and forgets what no batch can need any more."""
-        shards = {name: local.to(self._dtype, copy=True) for name, local in local_shards(self._decoder).items()}
-        self.put(ForwardCopy(PolicyVersion(lineage, step, ""), shards))
-        return self.current
-
-    def put(self, copy: ForwardCopy) -> None:
-        """Adds or renames one version."""
-        self._copies[copy.version.step] = copy
-        oldest = max(self._copies) - self._lag
-        self._copies = {step: c for step, c in self._copies.items() if step >= oldest}
-
-    def name(self, version: PolicyVersion) -> None:
-        """The version's full name, known once it is published."""
-        self.put(replace(self._copies[version.step], version=version))
-
-    def find(self, version: PolicyVersion) -> ForwardCopy | None:
-        """The copy with the same weights; the digest alone decides."""
-        return next((c for c in self.held if version.digest and c.version.digest == version.digest), None)
 
 
 def gather(decoder: Decoder, copy: ForwardCopy, world: World) -> dict[str, RawTensor]:
