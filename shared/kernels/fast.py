@@ -1,6 +1,7 @@
 """What other engines run: the library's kernels as they come, without the row contract.
 
-The baseline of every speed comparison and the negative control of every exactness test.
+The baseline of every speed comparison and the negative control of every exactness test; on CUDA that is
+`shared.kernels.cuda.fast`, where triton is installed.
 """
 
 import torch

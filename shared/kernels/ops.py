@@ -45,6 +45,10 @@ class Ops:
         self.device = device
         self._linear: Linear = F.linear if mode == "fast" else linear_candidates()[0]
 
+    def activate(self) -> None:
+        """Make the process compute in this mode again, where it has computed in the other one since; on CUDA both share the
+        library's settings. What is built last is active."""
+
     def use_linear(self, linear: Linear) -> None:
         """Replace the matrix product; the self-check does so when the first choice is not exact here."""
         self._linear = linear
@@ -164,25 +168,30 @@ def build_ops(mode: Mode, device: str | torch.device = "cpu") -> Ops:
     device = torch.device(device)
     if mode not in ("exact", "fast"):
         raise ValueError(f"the numerics mode must be 'exact' or 'fast', got {mode!r}; set one of the two")
-    if mode == "exact" and device.type == "cuda":
-        return _cuda_ops(device)
+    if device.type == "cuda" and (mode == "exact" or _has_triton()):
+        return _cuda_ops(mode, device)
     if mode == "exact" and device.type != "cpu":
         raise ValueError(f"exact mode has no kernels for device {str(device)!r}; use device 'cpu' or mode 'fast'")
     return Ops(mode, device)
 
 
-def _cuda_ops(device: torch.device) -> Ops:
-    if importlib.util.find_spec("triton") is None:
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _cuda_ops(mode: Mode, device: torch.device) -> Ops:
+    if not _has_triton():
         raise ValueError(
             "exact mode on CUDA needs triton, which is not installed; pip install 'triton>=3.6' or use 'cpu'"
         )
     if not torch.cuda.is_available():
         raise ValueError(
-            f"exact mode on {str(device)!r} needs a CUDA device, torch {torch.__version__} sees none; use 'cpu'"
+            f"{mode} mode on {str(device)!r} needs a CUDA device, torch {torch.__version__} sees none; use 'cpu'"
         )
+    from shared.kernels.cuda.fast import FastCudaOps
     from shared.kernels.cuda.ops import CudaOps
 
-    return CudaOps(device)
+    return CudaOps(device) if mode == "exact" else FastCudaOps(device)
 
 
 def _name(function: Callable) -> str:

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from shared.kernels import AttentionLayout, SamplingParams
 from shared.kernels.certify import BUCKETS, Entry, Table
+from shared.kernels.cuda import fast
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
@@ -89,6 +90,18 @@ def attend(ops: CudaOps, heads: tuple[int, int, int], page_size: int, **options:
     ops.write_kv(half(307, kv, d), half(307, kv, d), stores, layout)
 
 
+def compile_fast() -> None:
+    """What the fast mode compiles differently: other chunks, logits that are not float32."""
+    fast._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    ops = fast.FastCudaOps(torch.device("cpu"))
+    attend(ops, (16, 8, 128), 64)
+    x, weight, ids, ones = half(33, 576, grad=True), half(9001, 576, grad=True), torch.arange(33), torch.ones(33)
+    scored = ops.lm_logprob(x, weight, ids, ones)
+    (scored.logprob.sum() + scored.entropy.sum()).backward()
+    fields = {"seed": [1] * 33, "prompt": [1] * 33, "sample": [1] * 33, "position": [1] * 33, "temperature": [1.0] * 33}
+    ops.sample(x.detach(), weight.detach(), SamplingParams.of(**fields, top_k=[5] * 33))
+
+
 def compile_all(ops: CudaOps) -> None:
     for heads, page_size, options in (
         ((16, 8, 128), 64, {}),
@@ -126,3 +139,4 @@ if __name__ == "__main__":
     driver.set_active(Target(int(sys.argv[1])))
     compile_only()
     compile_all(CudaOps(torch.device("cpu"), AnyTable(Path(tempfile.mkdtemp()))))
+    compile_fast()

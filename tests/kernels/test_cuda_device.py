@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels import SamplingParams, build_ops, fingerprint, reference, self_check
+from shared.kernels import SamplingParams, build_ops, fast, fingerprint, reference, self_check
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 from shared.kernels.cuda.ops import CudaOps
 from shared.kernels.cuda.rowwise import kv_write, rms_norm
@@ -308,8 +308,7 @@ def test_the_device_passes_its_check_and_says_what_it_is() -> None:
 
 
 def test_the_libraries_attention_shows_the_phase() -> None:
-    """Negative control: one-token decode and full prefill of the fast mode differ."""
-    fast = build_ops("fast", "cuda")
+    """Negative control: one-token decode and full prefill of SDPA differ."""
     q, k, v = qkv(300, (6, 2, 64), HALF)
     full = fast.attention(q, k, v, packed_layout([300]), 0.125)
     stores, tables = in_pages(k, v, [300], 16)

@@ -12,6 +12,7 @@ Legend: T query rows, S sequences, H query heads, Hkv KV heads, D head dim, R st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,14 @@ DECODE_ROWS = 16
 """Rows of a tile for few queries, a power of two that holds the query heads of one KV head."""
 PREFILL_ROWS = 64
 
+ChooseChunk = Callable[[int, int], int]
+"""(programs of a launch before its contexts are cut, keys of the longest one) -> keys of a chunk."""
+
+
+def anchored(num_programs: int, longest: int) -> int:
+    """The chunk that the exact mode's bits are defined by."""
+    return CHUNK
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -35,6 +44,7 @@ class Launch:
 
     tiles: Tiles
     partials: Partials | None
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,9 @@ def attention(
     *,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    choose_chunk: ChooseChunk = anchored,
 ) -> torch.Tensor:
-    """The device's twin of `shared.kernels.attention.attention`, same arguments.
+    """The device's twin of `shared.kernels.attention.attention`, same arguments but the last, which the fast mode gives.
 
     Raises:
         ValueError: shapes that do not fit each other, the layout or the kernels.
@@ -80,7 +91,8 @@ def attention(
             ("packed", q.device, heads // kv_heads, k.shape[0]), partial(_packed_plan, layout, q, k)
         )
         return PackedAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), packed, scale, window, cap)
-    plan = layout.derived(("cached", q.device, heads, kv_heads, dim), partial(_cached_plan, layout, q, k))
+    key = ("cached", q.device, heads, kv_heads, dim, choose_chunk)
+    plan = layout.derived(key, partial(_cached_plan, layout, q, k, choose_chunk))
     out = torch.empty_like(q)
     for launch in plan.launches:
         attend_cached(
@@ -94,6 +106,7 @@ def attention(
             partials=launch.partials,
             window=window,
             softcap=cap,
+            chunk=launch.chunk,
         )
     return out
 
@@ -111,13 +124,14 @@ def _packed_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> P
     )
 
 
-def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> CachedPlan:
+def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor, choose_chunk: ChooseChunk) -> CachedPlan:
     _, heads, dim = q.shape
     kv_heads, device = k.shape[1], q.device
     group = heads // kv_heads
     q_lens, contexts = layout.q_lens.numpy(), layout.context_lens.numpy()
     few = max(DECODE_ROWS, triton.next_power_of_2(group))
-    is_one, is_few, is_long = q_lens == 1, q_lens * group <= few, contexts > CHUNK
+    chunk = choose_chunk(len(q_lens) * kv_heads, int(contexts.max()))
+    is_one, is_few, is_long = q_lens == 1, q_lens * group <= few, contexts > chunk
     launches = []
     for members, rows, queries, is_split in (
         (is_one & ~is_long, few, 1, False),
@@ -128,8 +142,9 @@ def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> C
         if members.any():
             tiles = cut_tiles(q_lens, group, rows, device, of=members.nonzero()[0], queries=queries)
             longest = int(contexts[members].max())
-            scratch = allocate_partials(tiles, heads, kv_heads, dim, longest) if is_split and longest > CHUNK else None
-            launches.append(Launch(tiles, scratch))
+            is_cut = is_split and longest > chunk
+            scratch = allocate_partials(tiles, heads, kv_heads, dim, longest, chunk=chunk) if is_cut else None
+            launches.append(Launch(tiles, scratch, chunk))
     where = CachedRows(
         context=to_device(contexts, device),
         q_start=to_device(np.concatenate([[0], q_lens.cumsum()]), device),

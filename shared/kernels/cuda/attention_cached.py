@@ -189,9 +189,11 @@ class Partials:
     """Of the longest context."""
 
 
-def allocate_partials(tiles: Tiles, heads: int, num_kv_heads: int, head_dim: int, longest: int) -> Partials:
-    """Scratch for `tiles` over contexts of at most `longest` keys."""
-    chunks = triton.cdiv(longest, CHUNK)
+def allocate_partials(
+    tiles: Tiles, heads: int, num_kv_heads: int, head_dim: int, longest: int, *, chunk: int = CHUNK
+) -> Partials:
+    """Scratch for `tiles` over contexts of at most `longest` keys in chunks of `chunk`."""
+    chunks = triton.cdiv(longest, chunk)
     size = tiles.seq.shape[0] * chunks * tiles.queries * heads
     new = partial(torch.empty, dtype=torch.float32, device=tiles.seq.device)
     return Partials(new(size), new(size), new(size * triton.next_power_of_2(head_dim)), chunks)
@@ -212,6 +214,7 @@ def attend_cached(
     num_warps: int = 0,
     num_stages: int = 3,
     ones: int = 16,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Args:
     q: [T, H, D]; k, v: [R, Hkv, D] row stores; out: [T, H, D].
@@ -219,6 +222,7 @@ def attend_cached(
     window: positions a query sees, itself included; 0 for all.
     softcap: 0, or the cap of cap * tanh(score / cap).
     num_warps, num_stages, ones: questions of speed, never of bits; num_warps 0 chooses by the tile.
+    chunk: keys of a chunk, a multiple of BLOCK. Part of the bits: anything but CHUNK is for the fast mode alone.
     """
     heads, dim = q.shape[1], q.shape[2]
     group = heads // k.shape[1]
@@ -229,14 +233,14 @@ def attend_cached(
         q, k, v, out, scratch.m, scratch.l, scratch.a, rows.pages, rows.q_start, rows.context, tiles.seq, tiles.first,
         LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         rows.pages.stride(0), scratch.chunks,
-        H=heads, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=CHUNK, PAGE=rows.page_size,
+        H=heads, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=chunk, PAGE=rows.page_size,
         WINDOW=window, SOFTCAP=softcap > 0, SPLIT=partials is not None, ONES=ones, num_warps=warps,
         num_stages=num_stages if wide <= 128 else 2,
     )  # fmt: skip
     if partials is not None:
         merge_kernel[(tiles.seq.shape[0], k.shape[1], tiles.queries * group)](
             out, partials.m, partials.l, partials.a, rows.q_start, rows.context, tiles.seq, tiles.first, out.stride(0),
-            partials.chunks, G=group, D=dim, DP=wide, BQ=tiles.queries, CHUNK=CHUNK, WINDOW=window,
+            partials.chunks, G=group, D=dim, DP=wide, BQ=tiles.queries, CHUNK=chunk, WINDOW=window,
             WIDE=min(8, triton.next_power_of_2(partials.chunks)), num_warps=2,
         )  # fmt: skip
     return out

@@ -61,7 +61,7 @@ def segment_kernel(
     seg = tl.program_id(1)
     rv = seg * SEG + tl.arange(0, SEG)
     t = tl.load(temperature + row)
-    z = tl.load(logits + row.to(tl.int64) * stride + rv, mask=rv < V, other=-float("inf"))
+    z = tl.load(logits + row.to(tl.int64) * stride + rv, mask=rv < V, other=-float("inf")).to(tl.float32)
     z = tl.div_rn(z, tl.where(t == 0.0, 1.0, t) + tl.zeros_like(z))
     m = tl.max(z, 0)
     # a segment whose entries are all filtered out must add nothing
@@ -119,7 +119,8 @@ def row_kernel(
     if not DRAW:
         token = tl.load(targets + row).to(tl.int32)
     t = tl.load(temperature + row)
-    z = tl.div_rn(tl.load(logits + row.to(tl.int64) * stride + token), tl.where(t == 0.0, 1.0, t))
+    z = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
+    z = tl.div_rn(z, tl.where(t == 0.0, 1.0, t))
     tl.store(logprob + row, z - lse)
     tl.store(top1 + row, best)
     tl.store(entropy + row, lse - x / s)
@@ -154,7 +155,7 @@ def read_head(
     """Reduce logits to what is asked of each row; `targets` or `draw`, one of the two.
 
     Args:
-        logits: [R, V] float32, R >= 1; -inf excludes an entry, one at least must stay.
+        logits: [R, V] float32 (in the fast mode of the weights' dtype), R >= 1; -inf excludes an entry, one at least must stay.
         temperature: [R] float32, 0 is greedy and reads as 1.
         targets: [R] integer ids to score.
         draw: keys of the samples to take.

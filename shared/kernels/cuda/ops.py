@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shared.kernels.attention_layout import AttentionLayout
-from shared.kernels.certify import Table
+from shared.kernels.certify import Table, use_cublaslt_without_split_k
 from shared.kernels.cuda import identity
-from shared.kernels.cuda.attention import attention
+from shared.kernels.cuda.attention import anchored, attention
 from shared.kernels.cuda.embedding import Embedding
 from shared.kernels.cuda.head import LmLogprob
 from shared.kernels.cuda.linear import Linear
@@ -20,6 +21,9 @@ from shared.kernels.logprob import LogprobOutput
 from shared.kernels.ops import InexactKernelError, Ops
 from shared.kernels.sampling import SampleOutput, SamplingParams
 
+if TYPE_CHECKING:
+    from shared.kernels.cuda.fast import LibraryProducts
+
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -28,10 +32,14 @@ class CudaOps(Ops):
 
     keeps_table = True
 
-    def __init__(self, device: torch.device, table: Table | None = None) -> None:
+    def __init__(self, device: torch.device, table: Table | LibraryProducts | None = None) -> None:
         """Args: table, the certified products; None opens this device's."""
         super().__init__("exact", device)
         self.table = Table() if table is None else table
+
+    def activate(self) -> None:
+        """Put the library's settings, which the whole process shares, back to this mode's."""
+        use_cublaslt_without_split_k()
 
     def certify_linear(self, dtype: torch.dtype, shapes_KN: Sequence[tuple[int, int]]) -> None:
         """Certify the products of a model on this device, or find them in the cache.
@@ -86,7 +94,14 @@ class CudaOps(Ops):
         softcap: float | None = None,
     ) -> Tensor:
         """[T, H, D] queries over row stores [R, Hkv, D] (`attention.py`)."""
-        return attention(q_THD, k_RKD, v_RKD, layout, scale, sliding_window=sliding_window, softcap=softcap)
+        return attention(
+            q_THD, k_RKD, v_RKD, layout, scale, sliding_window=sliding_window, softcap=softcap,
+            choose_chunk=self.choose_chunk,
+        )  # fmt: skip
+
+    def choose_chunk(self, num_programs: int, longest: int) -> int:
+        """Keys of a chunk of attention, which are part of the exact mode's bits."""
+        return anchored(num_programs, longest)
 
     def lm_logprob(
         self,
