@@ -160,6 +160,8 @@ class TrajectoryRecord:
     timestamps: Mapping[str, float] = field(default_factory=dict)
     """Unix seconds at which each state was entered."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampler: str = ""
+    """Engine that sampled it, where it was not ours."""
     trajectory: Trajectory | None = None
     """Token ids and logprobs once generated; None in listings unless asked for."""
 
@@ -210,6 +212,8 @@ class Counts:
     """Groups in the training queue, leased ones included."""
     eval_accepted: int
     eval_by_state: Mapping[State, int]
+    ingested: int = 0
+    """Of those accepted, the ones that were sampled elsewhere."""
 
     @property
     def trained(self) -> int:

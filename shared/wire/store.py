@@ -18,8 +18,10 @@ from typing import Any
 
 from shared.config import unstructure
 from shared.wire import valkey
+from shared.wire.codec import encode_trajectory
 from shared.wire.durability import GroupCommit
 from shared.wire.evaluations import EvaluationReader
+from shared.wire.ingest import IngestedGroup
 from shared.wire.prompts import EvalItem, PromptItem, encode_prompt, fingerprint
 from shared.wire.records import (
     AcceptResult,
@@ -38,6 +40,7 @@ from shared.wire.records import (
 )
 from shared.wire.run import RunConfig, RunState
 from shared.wire.stored import reward_json
+from shared.wire.valkey import key
 
 IDEMPOTENCY_TTL_S = 24 * 3600
 IN_PROGRESS_TTL_S = 60
@@ -109,17 +112,34 @@ class RunStore(EvaluationReader):
 
         Raises UnknownRun, NotDurable (repeat the same post: it answers `duplicate`).
         """
+        return await self._accept(run, items, [_accept_args(run, item, fingerprint(item)) for item in items])
+
+    async def accept_groups(self, run: str, groups: Sequence[tuple[str, IngestedGroup]]) -> list[AcceptResult]:
+        """Takes groups that were sampled elsewhere, as `accept_prompts` takes prompts; they are AWAITING_REWARD or REWARDED.
+
+        Args:
+            groups: fingerprint of the body, and the group with its version.
+        """
         calls = []
-        for item in items:
-            prompt_id = item.prompt_id or f"{run}.{item.number}"
-            spec = item.reward
-            calls.append([time.time(), item.number, prompt_id, fingerprint(item), encode_prompt(item), item.n,
-                          json.dumps(spec.sources), spec.deadline_s])  # fmt: skip
+        for body, group in groups:
+            samples = []
+            for trajectory, rewards in zip(group.trajectories, group.rewards, strict=True):
+                known = {source: reward_json(value, 0) for source, value in rewards.items()}
+                samples += [encode_trajectory(trajectory), json.dumps(known)]
+            calls.append([*_accept_args(run, group.prompt, body), group.sampler, *samples])
+        return await self._accept(run, [group.prompt for _, group in groups], calls)
+
+    async def _accept(self, run: str, items: Sequence[PromptItem], calls: list[list[Any]]) -> list[AcceptResult]:
         async with self.durable():
             answers = await valkey.call_many(self.client, "accept", run, calls)
         if any(answer[0] == b"unknown_run" for answer in answers):
             raise UnknownRun(f"no run {run}")
         return [_accept_result(run, item, answer) for item, answer in zip(items, answers, strict=True)]
+
+    async def fingerprints(self, run: str, numbers: Sequence[int]) -> list[str | None]:
+        """Of the bodies that were accepted under these numbers; None where there is none."""
+        found = await self.client.hmget(key(run, "fingerprints"), numbers) if numbers else []
+        return [None if f is None else f.decode() for f in found]
 
     # rewards
 
@@ -193,6 +213,13 @@ class RunStore(EvaluationReader):
 
 def _idem(idempotency_key: str) -> str:
     return f"tz:idem:{idempotency_key}"
+
+
+def _accept_args(run: str, item: PromptItem, body: str) -> list[Any]:
+    """Arguments of accept.lua that prompts and ingested groups share."""
+    prompt_id, spec = item.prompt_id or f"{run}.{item.number}", item.reward
+    return [time.time(), item.number, prompt_id, body, encode_prompt(item), item.n, json.dumps(spec.sources),
+            spec.deadline_s]  # fmt: skip
 
 
 def _accept_result(run: str, item: PromptItem, answer: list[Any]) -> AcceptResult:

@@ -103,6 +103,7 @@ def trajectory_record(
         deadline=times["awaiting_reward"] + float(named["deadline_s"]) if awaiting else None,
         timestamps=times,
         metadata=metadata,
+        sampler=text(named.get("sampler")),
         trajectory=decode_trajectory(named["record"]) if with_tokens and "record" in named else None,
     )
 
@@ -146,6 +147,7 @@ def counts(fields: Fields, queue_depth: int) -> Counts:
         by_state={State(name): n for name, n in below("state:").items()},
         dropped=below("dropped:"),
         rewards_late=by_name.get("rewards_late", 0),
+        ingested=by_name.get("ingested", 0),
         queue_depth=queue_depth,
         eval_accepted=by_name.get("eval:accepted", 0),
         eval_by_state={State(name): n for name, n in below("eval:state:").items()},

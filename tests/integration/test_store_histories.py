@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, event, settings
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from shared.wire.ingest import IngestedGroup
 from shared.wire.lifecycle import Lifecycle
 from shared.wire.queue import TrainQueue
 from shared.wire.records import Fenced
@@ -53,7 +55,7 @@ class History(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.connect()
         self.do(self.store.create_run(CONFIG))
-        self.bodies: dict[int, bool] = {}
+        self.bodies: dict[int, tuple[object, ...]] = {}
         self.states: dict[tuple[int, int], str] = {}
         self.rewards: dict[tuple[int, int], tuple[int, float]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
@@ -90,6 +92,27 @@ class History(RuleBasedStateMachine):
     def post(self, number: int, body: bool) -> None:
         item = prompt(number, metadata={"body": body})
         (result,) = self.do(self.store.accept_prompts("r", [item]))
+        if self.accepts(number, ("prompt", body), result.status):
+            self.states |= {(number, s): "accepted" for s in range(2)}
+
+    @rule(number=numbers, body=st.booleans(), num_rewarded=st.integers(0, 2))
+    def ingest(self, number: int, body: bool, num_rewarded: int) -> None:
+        """A group that was sampled elsewhere, with the rewards of its first samples."""
+        step = CONFIG.version_for(CONFIG.batch_of(number))
+        group = IngestedGroup(
+            prompt=prompt(number, metadata={"body": body}),
+            trajectories=tuple(replace(trajectory(number, s, step=step), sampler="elsewhere") for s in range(2)),
+            rewards=tuple({"default": 1.0} if s < num_rewarded else {} for s in range(2)),
+        )
+        (result,) = self.do(self.store.accept_groups("r", [(group.fingerprint, group)]))
+        if self.accepts(number, ("ingested", body, num_rewarded), result.status):
+            for s in range(2):
+                self.states[number, s] = "rewarded" if s < num_rewarded else "awaiting_reward"
+                if s < num_rewarded:
+                    self.rewards[number, s] = 0, 1.0
+
+    def accepts(self, number: int, body: tuple[object, ...], status: str) -> bool:
+        """Checks the answer to a post; whether the body is new and taken."""
         if number in self.bodies:
             expected = "duplicate" if self.bodies[number] == body else "conflict"
         elif self.is_stopped:
@@ -98,10 +121,10 @@ class History(RuleBasedStateMachine):
             expected = "out_of_range"
         else:
             expected = "accepted" if number < self.durable * 2 + BOUND else "gate_closed"
-        assert result.status == expected
+        assert status == expected
         if expected == "accepted":
             self.bodies[number] = body
-            self.states |= {(number, s): "accepted" for s in range(2)}
+        return expected == "accepted"
 
     @rule(number=numbers, sample=samples, value=values, revision=revisions)
     def reward(self, number: int, sample: int, value: float, revision: int) -> None:

@@ -1,4 +1,5 @@
--- ARGV: now, number, prompt_id, fingerprint, prompt record, n, sources JSON, deadline_s
+-- ARGV: now, number, prompt_id, fingerprint, prompt record, n, sources JSON, deadline_s; of a group that was sampled elsewhere
+-- also its sampler, then per sample: record, JSON of source -> reward JSON
 local now, number, prompt_id, fingerprint, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[6])
 local run = redis.call('HMGET', R .. ':run', 'state', 'prompts_per_step', 'num_steps', 'durable_step',
   'queue_bound_batches', 'next_number')
@@ -16,7 +17,12 @@ if tonumber(number) >= gate then return {'gate_closed', gate} end
 redis.call('HSET', R .. ':prompts', number, ARGV[5])
 redis.call('HSET', R .. ':fingerprints', number, fingerprint)
 redis.call('HSET', R .. ':prompt_ids', prompt_id, number)
-redis.call('ZADD', R .. ':todo', number, number)
+local sampler = ARGV[9]
+if sampler then
+  redis.call('HINCRBY', R .. ':counts', 'ingested', n)
+else
+  redis.call('ZADD', R .. ':todo', number, number)
+end
 local group = RUN .. '.' .. number
 local first = redis.call('HINCRBY', R .. ':counts', 'accepted', n) - n
 redis.call('HINCRBY', R .. ':counts', 'state:accepted', n)
@@ -24,11 +30,24 @@ for i = 0, n - 1 do
   local id = group .. '.' .. i
   redis.call('HSET', R .. ':t:' .. id, 'state', 'accepted', 'group', group, 'number', number, 'sample', i, 'n', n,
     'prompt_id', prompt_id, 'sources', ARGV[7], 'deadline_s', ARGV[8], 'at:accepted', now)
+  if sampler then redis.call('HSET', R .. ':t:' .. id, 'record', ARGV[10 + 2 * i], 'sampler', sampler) end
   redis.call('ZADD', R .. ':trajectories', first + i, id)
   event('trajectory.accepted', id, group, '')
 end
 -- Trained before it was on disk, forgotten with Valkey's last second, and posted again.
-if tonumber(number) < run[4] * size then train_group(tonumber(number), size, now, '') end
+if tonumber(number) < run[4] * size then
+  train_group(tonumber(number), size, now, '')
+elseif sampler then
+  for i = 0, n - 1 do
+    local id = group .. '.' .. i
+    local t = R .. ':t:' .. id
+    for source, body in pairs(cjson.decode(ARGV[11 + 2 * i])) do
+      redis.call('HSET', t, 'reward:' .. source, body)
+      redis.call('HINCRBY', t, 'rewards_revision', 1)
+    end
+    await_rewards(id, now, ARGV[8])
+  end
+end
 local next_number = tonumber(run[6])
 while redis.call('HEXISTS', R .. ':fingerprints', string.format('%d', next_number)) == 1 do
   next_number = next_number + 1

@@ -15,9 +15,7 @@ if is_eval(group) then
   move(id, 'evaluated', now)
   redis.call('HINCRBY', R .. ':eval:' .. string.match(group, '%.e(%d+)%.'), 'num_finished', 1)
 else
-  move(id, 'awaiting_reward', now)
-  redis.call('ZADD', R .. ':deadlines', now + fields[3], id)
-  settle_reward(id, now)
+  await_rewards(id, now, fields[3])
 end
 settle_todo(group)
 return state_of(id)

@@ -84,6 +84,13 @@ local function settle_reward(id, now)
   redis.call('ZADD', R .. ':closable', number, number)
 end
 
+-- A sample is there; its rewards may be, or are awaited.
+local function await_rewards(id, now, deadline_s)
+  move(id, 'awaiting_reward', now)
+  redis.call('ZADD', R .. ':deadlines', now + deadline_s, id)
+  settle_reward(id, now)
+end
+
 -- nil, or the error that a call with this fencing epoch must answer.
 local function fenced(epoch)
   local current = redis.call('HGET', R .. ':run', 'epoch')
