@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.batch import Batch, MicroBatch, MiniStep
 from services.trainer.distributed import World
 from shared.kernels import LogprobOutput, Ops
-from shared.models import Decoder, ModelConfig, load_model
+from shared.models import Decoder, ModelConfig, Recompute, load_model
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TokenScores:
 
 
 def load_policy(
-    directory: Path, ops: Ops, dtype: torch.dtype, world: World, *, activation_checkpointing: bool
+    directory: Path, ops: Ops, dtype: torch.dtype, world: World, *, activation_checkpointing: Recompute
 ) -> Decoder:
     """A decoder with fp32 masters whose forward runs in `dtype`, sharded over the world."""
     decoder = load_model(directory, ops, torch.float32, activation_checkpointing=activation_checkpointing)

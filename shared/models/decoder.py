@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shared.kernels import AttentionLayout, LogprobOutput, Ops
 from shared.models.config import ModelConfig
 from shared.models.kv_cache import KVCache
+from shared.models.recompute import Projection, Recompute, products
 from shared.models.rope import RopeTable
 
 
@@ -42,6 +43,11 @@ class Linear(nn.Module):
         self.ops = ops
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
         self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
+
+    @property
+    def projection(self) -> Projection:
+        """Weight and bias."""
+        return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
@@ -80,9 +86,20 @@ class Attention(nn.Module):
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, store: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """[T, D] -> [T, D]; keys and values go to the store's rows if there is one, and are the store otherwise."""
-        q = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        return self.attend(self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD), cos, sin, layout, store)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: AttentionLayout,
+        store: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """What follows the projections q [T, H * head_dim], k and v [T, Hkv * head_dim]; -> [T, D]."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
@@ -116,11 +133,46 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, ops, layer_index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = MLP(config, ops)
+        self.ops, self.eps = ops, config.rms_norm_eps
+
+    def forward_lean(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, *, keeps_gate_and_up: bool
+    ) -> Tensor:
+        """[T, D] -> [T, D], the bits of `forward`; the backward computes norms and SwiGLU again, and gate and up unless kept."""
+        norm, attention, mlp = self.post_attention_layernorm, self.self_attn, self.mlp
+        qkv = [p.projection for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        q, k, v = products(self.ops, self._norm, (x_TD, self.input_layernorm.weight), qkv)
+        x_TD = x_TD + attention.attend(q, k, v, cos, sin, layout, None)
+        gate_up = (mlp.gate_proj.projection, mlp.up_proj.projection)
+        if keeps_gate_and_up:
+            gate, up = products(self.ops, self._norm, (x_TD, norm.weight), gate_up)
+            (out,) = products(self.ops, self.ops.silu_mul, (gate, up), [mlp.down_proj.projection])
+        else:
+            tensors = [t for projection in gate_up for t in projection if t is not None]
+            (out,) = products(self.ops, self._swiglu, (x_TD, norm.weight, *tensors), [mlp.down_proj.projection])
+        return x_TD + out
+
+    def _norm(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.rms_norm(x_TD, weight, self.eps)
+
+    def _swiglu(self, x_TD: Tensor, norm: Tensor, *gate_up: Tensor) -> Tensor:
+        """gate_up: both weights, each followed by its bias if there is one."""
+        x_TD = self._norm(x_TD, norm)
+        half = len(gate_up) // 2
+        return self.ops.silu_mul(self.ops.linear(x_TD, *gate_up[:half]), self.ops.linear(x_TD, *gate_up[half:]))
 
     def forward(
-        self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, store: tuple[Tensor, Tensor] | None
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: AttentionLayout,
+        store: tuple[Tensor, Tensor] | None,
+        recompute: Recompute = "none",
     ) -> Tensor:
         """[T, D] -> [T, D]."""
+        if recompute != "none":
+            return self.forward_lean(x_TD, cos, sin, layout, keeps_gate_and_up=recompute == "elementwise")
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin, layout, store)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
 
@@ -155,13 +207,13 @@ class Decoder(nn.Module):
     to allocate them later (`to_empty`).
     """
 
-    def __init__(self, config: ModelConfig, ops: Ops, *, activation_checkpointing: bool = False) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, *, activation_checkpointing: Recompute = "none") -> None:
         """Build.
 
         Args:
             config: the architecture.
             ops: the numerics mode's operations.
-            activation_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+            activation_checkpointing: what the backward pass computes again instead of keeping it; changes no bit of the forward.
         """
         super().__init__()
         self.config, self.ops = config, ops
@@ -199,10 +251,12 @@ class Decoder(nn.Module):
         cos, sin = self.rope_table.rows(positions, x.dtype, num_positions=layout.num_positions)
         for i, layer in enumerate(self.model.layers):
             store = None if kv_cache is None else kv_cache.layers[i]
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            if store is not None or not torch.is_grad_enabled():
+                x = layer(x, cos, sin, layout, store)
+            elif self.activation_checkpointing == "layer":
                 x = checkpoint(layer, x, cos, sin, layout, store, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, layout, store)
+                x = layer(x, cos, sin, layout, store, self.activation_checkpointing)
         x = self.model.norm(x)
         return x if score is None else self.logprobs(x[score.rows], score.targets, score.temperature)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from shared.kernels import Ops
 from shared.models.config import ModelConfig, token_ids
 from shared.models.decoder import Decoder
+from shared.models.recompute import Recompute
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -85,7 +86,7 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_model(
-    directory: str | Path, ops: Ops, dtype: torch.dtype, *, activation_checkpointing: bool = False
+    directory: str | Path, ops: Ops, dtype: torch.dtype, *, activation_checkpointing: Recompute = "none"
 ) -> Decoder:
     """A decoder with the directory's weights, cast to dtype, on the device of ops.
 

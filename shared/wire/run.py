@@ -86,7 +86,9 @@ class RunConfig:
     """What exact mode does when one bit of one logprob differs."""
     micro_batch_tokens: int = 4096
     """Packed rows of one forward and backward, at most (a single group may exceed it)."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["none", "elementwise", "mlp", "layer"] = "none"
+    """What the backward computes again instead of keeping it, ever more: norms and SwiGLU; the gate and up products too; whole
+    layers. Changes no logprob."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

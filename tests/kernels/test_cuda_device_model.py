@@ -159,7 +159,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 def test_sharded_masters_give_the_bits_of_their_cast(ops: CudaOps, family: str) -> None:
     """FSDP2 with bfloat16 compute over float32 masters, activations checkpointed; gradients twice the same."""
     config = config_of(family, 64)
-    trainer = Decoder(config, ops, activation_checkpointing=True)
+    trainer = Decoder(config, ops, activation_checkpointing="layer")
     trainer.init_weights(std=0.1)
     trainer.to(DEVICE)
     twin = Decoder(config, ops)
