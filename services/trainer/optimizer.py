@@ -44,6 +44,9 @@ def learning_rate(config: OptimizerConfig, optimizer_step: int, num_optimizer_st
 def apply(optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float, is_empty: bool) -> tuple[float, bool]:
     """One optimizer step on the accumulated gradients, which are cleared.
 
+    The device alone decides whether to step: it is told the factor of the clipping and whether the norm is finite as tensors,
+    so that the host waits once, for the norm, when everything is launched.
+
     Args:
         lr: learning rate.
         max_grad_norm: the gradient is scaled down to it; 0 or inf for no clipping.
@@ -52,13 +55,16 @@ def apply(optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float, 
     Returns:
         The global gradient norm before clipping, and whether the step was taken: not when it is empty or the norm is not finite.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    total = nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-    is_taken = math.isfinite(norm) and not is_empty
-    if is_taken:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    total = nn.utils.get_total_norm(gradients)
+    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    if not is_empty:
         for group in optimizer.param_groups:
             group["lr"] = lr
+        # What the fused step divides gradients by, and what makes it pass over everything (as a gradient scaler's would).
+        optimizer.grad_scale = ((norm + 1e-6) / (max_grad_norm or math.inf)).clamp(min=1.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, is_taken
+    value = float(norm)
+    return value, math.isfinite(value) and not is_empty

@@ -10,18 +10,20 @@ Legend: T trainable tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.trainer.batch import Batch, MicroBatch, MiniStep
 from services.trainer.distributed import World
 from shared.kernels import LogprobOutput, Ops
-from shared.models import Decoder, ModelConfig, Recompute, load_model
+from shared.models import Decoder, ModelConfig, Recompute, load_config, weight_files
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,36 @@ class TokenScores:
         return self.bits[2].view(torch.float32)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the model lies between its uses; changes no bit of a forward."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered weights behind each layer's forward; False gathers them once for forward and backward."""
+    offload: bool = False
+    """Masters, gradients and optimizer in the host's memory; each layer is copied to the device when it is gathered."""
+
+
 def load_policy(
-    directory: Path, ops: Ops, dtype: torch.dtype, world: World, *, activation_checkpointing: Recompute
+    directory: Path,
+    ops: Ops,
+    dtype: torch.dtype,
+    world: World,
+    *,
+    activation_checkpointing: Recompute,
+    placement: Placement = Placement(),
 ) -> Decoder:
-    """A decoder with fp32 masters whose forward runs in `dtype`, sharded over the world."""
-    decoder = load_model(directory, ops, torch.float32, activation_checkpointing=activation_checkpointing)
-    return shard(decoder, world, dtype)
+    """A decoder with fp32 masters whose forward runs in `dtype`; every rank reads its own shards and nothing else.
+
+    Raises:
+        ValueError: an unsupported model, or tensors that are missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(load_config(directory), ops, activation_checkpointing=activation_checkpointing)
+    shard(decoder, world, dtype, placement)
+    decoder.to_empty(device="cpu" if placement.offload else world.device)
+    load_shards(decoder, directory)
+    return decoder
 
 
 def build_shell(config: ModelConfig, ops: Ops, dtype: torch.dtype, world: World) -> Decoder:
@@ -68,14 +94,15 @@ def build_shell(config: ModelConfig, ops: Ops, dtype: torch.dtype, world: World)
     return decoder.to_empty(device=world.device)
 
 
-def shard(decoder: Decoder, world: World, dtype: torch.dtype) -> Decoder:
+def shard(decoder: Decoder, world: World, dtype: torch.dtype, placement: Placement = Placement()) -> Decoder:
     """FSDP2 over layers and root: gather in `dtype`, reduce in float32 by plain sums."""
     # Inputs stay as they are: a rotary table or a temperature rounded to `dtype` would change bits.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in decoder.model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    # The root is resharded too: parameters that stay gathered after a gradient-free forward would outlive the next step.
-    fully_shard(decoder, mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if placement.offload else OffloadPolicy()
+    # The root too, which FSDP would keep gathered.
+    reshard = placement.reshard_after_forward
+    for module in (*decoder.model.layers, decoder):
+        fully_shard(module, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=offload)
     for module in decoder.modules():
         # The loss carries its global denominator, so gradients add up instead of being averaged (a world of one does neither).
         if world.size > 1 and isinstance(module, FSDPModule):
@@ -87,6 +114,39 @@ def shard(decoder: Decoder, world: World, dtype: torch.dtype) -> Decoder:
 def local_shards(decoder: Decoder) -> dict[str, Tensor]:
     """This rank's part of each parameter, by name, sharing its memory."""
     return {name: _sharded(p).to_local().detach() for name, p in decoder.named_parameters()}
+
+
+@torch.no_grad()
+def load_shards(decoder: Decoder, directory: Path) -> None:
+    """Reads this rank's rows of every parameter from a Hugging Face directory, cast to the parameter's dtype.
+
+    Raises:
+        ValueError: tensors that are missing, unknown or of another shape, all of them named.
+    """
+    wanted, locals_ = dict(decoder.named_parameters()), local_shards(decoder)
+    found, wrong = set(), []
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.lm_head is None):
+                    continue
+                shape = tensors.get_slice(name).get_shape()
+                if name not in wanted or list(wanted[name].shape) != shape:
+                    wrong.append(f"{name} {shape} {'is unknown' if name not in wanted else list(wanted[name].shape)}")
+                    continue
+                found.add(name)
+                first = _first_row(_sharded(wanted[name]))
+                if rows := len(locals_[name]):
+                    locals_[name].copy_(tensors.get_slice(name)[first : first + rows])
+    wrong += [f"{name} is missing" for name in sorted(wanted.keys() - found)]
+    if wrong:
+        raise ValueError(f"the weights in {directory} do not fit its config.json: {'; '.join(wrong[:5])}")
+
+
+def _first_row(parameter: DTensor) -> int:
+    """Of this rank's shard; FSDP2 cuts the first dimension."""
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0]
 
 
 @torch.no_grad()
@@ -113,14 +173,32 @@ def as_global(decoder: Decoder, shards: Mapping[str, Tensor]) -> dict[str, DTens
 
 def score_micro_batch(decoder: Decoder, micro: MicroBatch, device: torch.device) -> LogprobOutput:
     """One forward; logprob and entropy carry gradients when they are enabled."""
-    return decoder.score(
-        micro.token_ids.to(device),
-        micro.layout.positions.to(device),
-        micro.layout,
-        micro.rows.to(device),
-        micro.targets.to(device),
-        micro.temperature.to(device),
+    micro = on_device(micro, device)
+    positions = micro.layout.derived(("positions", device), lambda: _move(micro.layout.positions, device))
+    output = decoder.score(micro.token_ids, positions, micro.layout, micro.rows, micro.targets, micro.temperature)
+    if not torch.is_grad_enabled():
+        # What a forward without a backward leaves gathered would outlive the next optimizer step.
+        for module in (*decoder.model.layers, decoder):
+            module.reshard()
+    return output
+
+
+def on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch with its tensors on the device; the host does not wait for the copies."""
+    return replace(
+        micro,
+        token_ids=_move(micro.token_ids, device),
+        rows=_move(micro.rows, device),
+        targets=_move(micro.targets, device),
+        temperature=_move(micro.temperature, device),
     )
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == device.type:
+        return tensor
+    # From pageable memory a copy would wait for everything that the device still has to do.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -154,13 +232,16 @@ def _run(
     world: World,
     visit: Callable[[MicroBatch, LogprobOutput], None],
 ) -> TokenScores:
-    scores = TokenScores.blank(batch.num_tokens)
-    for mini_step in mini_steps:
-        for micro in mini_step.of_rank(world.rank, world.size):
-            output = score_micro_batch(decoder, micro, world.device)
-            visit(micro, output)
-            for row, values in zip(scores.bits, output, strict=True):
-                row[micro.tokens] = values.detach().contiguous().view(torch.int32).cpu()
+    """All inputs go to the device before the first forward and all scores come back after the last: no copy waits in between."""
+    micros = [m for mini_step in mini_steps for m in mini_step.of_rank(world.rank, world.size)]
+    micros = [on_device(micro, world.device) for micro in micros]
+    bits = torch.zeros((3, batch.num_tokens), dtype=torch.int32, device=world.device)
+    for micro in micros:
+        output = score_micro_batch(decoder, micro, world.device)
+        visit(micro, output)
+        for row, values in zip(bits, output, strict=True):
+            row[micro.tokens] = values.detach().contiguous().view(torch.int32)
+    scores = TokenScores(bits.cpu())
     world.merge(scores.bits)
     return scores
 

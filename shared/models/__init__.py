@@ -4,7 +4,15 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, Score
 from shared.models.kv_cache import KVCache
 from shared.models.layout import completion_rows, packed_layout, paged_layout, prefix_shared_layout
-from shared.models.loader import load_config, load_model, named_weights, read_tensors, resolve_model, save_model
+from shared.models.loader import (
+    load_config,
+    load_model,
+    named_weights,
+    read_tensors,
+    resolve_model,
+    save_model,
+    weight_files,
+)
 from shared.models.recompute import Recompute
 from shared.models.rope import Rope
 
@@ -25,4 +33,5 @@ __all__ = [
     "read_tensors",
     "resolve_model",
     "save_model",
+    "weight_files",
 ]

@@ -66,11 +66,11 @@ def load_config(directory: str | Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra))))
 
 
-def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model directory, file by file, names in order.
+def weight_files(directory: str | Path) -> list[Path]:
+    """The safetensors files of a model directory.
 
     Raises:
-        ValueError: a directory without safetensors.
+        ValueError: a directory without any.
     """
     directory = Path(directory)
     if (directory / _INDEX).exists():
@@ -79,8 +79,17 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
         files = [_WEIGHTS]
     else:
         raise ValueError(f"{directory} holds neither {_WEIGHTS} nor {_INDEX}; convert the weights to safetensors")
-    for file in files:
-        with safe_open(directory / file, framework="pt") as tensors:
+    return [directory / file for file in files]
+
+
+def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model directory, file by file, names in order.
+
+    Raises:
+        ValueError: a directory without safetensors.
+    """
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 
