@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 import uuid
+from dataclasses import replace
 
 import structlog
 import torch
 
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import Engine, Outputs
+from services.rollout.engine import Engine, Outputs, device_of
 from services.rollout.loop import EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.server import RolloutService
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 
 async def serve(config: RolloutConfig) -> int:
     """Serves until SIGTERM, a refusal or a fault. Returns the exit code."""
+    config = replace(config, device=device_of(config.device))
     stop = stop_event()
     event_loop = asyncio.get_running_loop()
     server, health = rpc.aio_server()

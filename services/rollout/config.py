@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import dataclass, field
 
 from shared.config import strict
+
+CPU_CACHE_TOKENS = 16384
+MOST_TOKENS = 2**31 - 1
+"""Slots that the kernels can number."""
 
 
 @strict
@@ -24,8 +29,17 @@ class RolloutConfig:
     """Of /metrics; 0 picks a free one."""
     weight_sync: str = "127.0.0.1:7301"
     """host:port of weight_sync."""
-    kv_cache_tokens: int = 16384
-    """Tokens whose keys and values fit in the cache; must hold one sequence of the run's max_model_len."""
+    device: str = "auto"
+    """Where the model runs: cpu, cuda, cuda:N, or auto: a GPU if there is one."""
+    kv_cache_tokens: int = 0
+    """Tokens whose keys and values fit in the cache; must hold one sequence of the run's max_model_len. 0: 16384 on a CPU; on a
+    GPU what kv_memory_share of its memory leaves beside the weights, another version on its way in and a step's activations."""
+    kv_memory_share: float = 0.9
+    """Share of a GPU's free memory, measured after loading, that a cache of automatic size is planned in, above 0 to 1."""
+    cuda_graphs: bool = True
+    """Replay captured steps on a GPU. Changes no bit."""
+    shares_prefixes: bool = True
+    """Whether sequences share the cached pages of equal prefixes. Changes no bit."""
     page_size: int = 16
     """Tokens of one page, a power of two. Prefixes are shared by whole pages."""
     max_running: int = 128
@@ -36,8 +50,9 @@ class RolloutConfig:
     """Tokens of one sequence in one step, at most."""
     max_open_samples: int = 4096
     """Samples accepted and not finished; beyond it Generate answers RESOURCE_EXHAUSTED."""
-    stream_tokens: int = 4
-    """Sampled tokens of one sequence that are sent together. What is not sent is sampled again after a crash."""
+    stream_tokens: int = 0
+    """Sampled tokens of one sequence that are sent together; what is not sent is sampled again after a crash. 0: 4 on a CPU,
+    32 on a GPU, where a step takes milliseconds."""
     threads: int = 1
     """Of torch. Part of the numerics fingerprint."""
     fetch_timeout_s: float = 600.0
@@ -47,13 +62,19 @@ class RolloutConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("kv_cache_tokens", "page_size", "max_running", "max_step_tokens", "max_chunk_tokens",
-                     "max_open_samples", "stream_tokens", "threads"):  # fmt: skip
+        for name in ("page_size", "max_running", "max_step_tokens", "max_chunk_tokens", "max_open_samples", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("kv_cache_tokens", "stream_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 1, or 0 to choose by device, got {getattr(self, name)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if not 0 < self.kv_memory_share <= 1:
+            raise ValueError(f"kv_memory_share must be above 0 and at most 1, got {self.kv_memory_share}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if self.kv_cache_tokens < self.page_size:
+        if 0 < self.kv_cache_tokens < self.page_size:
             raise ValueError(
                 f"kv_cache_tokens must hold one page of {self.page_size}, got {self.kv_cache_tokens}; enlarge it"
             )
@@ -62,10 +83,21 @@ class RolloutConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the size of the cache is not known before a model is loaded."""
+        return not self.kv_cache_tokens and self.device.startswith("cuda")
+
+    @property
     def num_pages(self) -> int:
-        return self.kv_cache_tokens // self.page_size
+        assert not self.is_measured, "the cache has no size before a model is loaded"
+        return (self.kv_cache_tokens or CPU_CACHE_TOKENS) // self.page_size
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens of the longest sequence that the cache holds."""
-        return self.num_pages * self.page_size
+        """Tokens of the longest sequence that the cache holds, as far as it is known: a bound before memory is measured."""
+        return MOST_TOKENS if self.is_measured else self.num_pages * self.page_size
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """`stream_tokens`, or what suits the device."""
+        return self.stream_tokens or (32 if self.device.startswith("cuda") else 4)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.rollout.config import RolloutConfig
 from services.rollout.kv_cache import PagePool
-from services.rollout.runner import ModelRunner
+from services.rollout.runner import Flight, ModelRunner
 from services.rollout.samples import Full, InvalidRequest, OtherVersion, Sample, SampleChunk, SampleFailed, Scoring
-from services.rollout.scheduler import Scheduler
+from services.rollout.scheduler import Chunk, Scheduler
 from services.rollout.sequence import Sequence
 from services.rollout.weights import ServedModel, held_digest
 from shared.wire.types import FinishReason, float32_bytes, int32_array
@@ -62,8 +61,11 @@ class Engine:
     """Continuous batching over one model."""
 
     def __init__(self, config: RolloutConfig) -> None:
+        config = replace(config, device=device_of(config.device))
         self.config = config
-        self.pages = PagePool(num_pages=config.num_pages, page_size=config.page_size)
+        # A measured cache gets its pages with its model.
+        num_pages = 1 if config.is_measured else config.num_pages
+        self.pages = PagePool(num_pages=num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes)
         self.scheduler = Scheduler(
             self.pages,
             max_running=config.max_running,
@@ -76,6 +78,8 @@ class Engine:
         self.is_leaving = False
         """Whether a commit waits; until it is done nothing new may enter under the old version."""
         self._runner: ModelRunner | None = None
+        self._in_flight: Flight | None = None
+        """The step that was launched last, while its results are not read."""
         self._num_arrivals = 0
         self._outputs = Outputs()
 
@@ -85,7 +89,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether anything is open or in flight."""
+        return self.scheduler.has_work or self._in_flight is not None
 
     @property
     def kv_usage(self) -> float:
@@ -131,37 +136,22 @@ class Engine:
         return self.abort([s for s in self._open_samples() if s.trajectory_id in trajectory_ids])
 
     def step(self) -> bool:
-        """Computes one chunk of every sequence that has a place, and samples the tokens that this makes possible.
+        """Launches the next step, one chunk of every sequence that has a place, and then reads what the one before it sampled.
 
         Returns:
-            Whether there was anything to compute.
+            Whether there was anything to compute or to read.
         """
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return False
-        assert self._runner is not None
-        hidden_TD = self._runner.forward(chunks)
-        samples: list[Sample] = []
-        rows: list[int] = []
-        begin = 0
-        for chunk in chunks:
-            seq, end = chunk.seq, begin + chunk.end - chunk.start
-            if isinstance(seq, Scoring):
-                targets = seq.targets[chunk.start : chunk.end]
-                logprobs = self._runner.score(hidden_TD[begin:end], targets, seq.temperature)
-                seq.logprobs[chunk.start : chunk.end] = logprobs
-            elif isinstance(seq, Sample) and chunk.is_last:
-                samples.append(seq)
-                rows.append(end - 1)
-            self.scheduler.complete(chunk)
-            if isinstance(seq, Scoring) and chunk.is_last:
-                self.scheduler.finish(seq)
-                seq.done.set_result(seq.logprobs)
-            begin = end
-        self.counters.prefill_tokens += begin - len(samples)
-        if samples:
-            self._sample(self._runner, hidden_TD[torch.tensor(rows)], samples)
-        return True
+        coming, landing = self._launch(), self._in_flight
+        self._in_flight = coming
+        if landing is not None:
+            self._read(landing)
+        return coming is not None or landing is not None
+
+    def drain(self) -> None:
+        """Reads what is in flight without launching more."""
+        landing, self._in_flight = self._in_flight, None
+        if landing is not None:
+            self._read(landing)
 
     def swap(self, model: ServedModel) -> CommitResult:
         """Between two steps: serve another version, compute running sequences again under it, prove it by the probe.
@@ -169,6 +159,7 @@ class Engine:
         Idempotent on the digest; then only the proof is repeated.
         """
         begin = time.monotonic()
+        self.drain()
         for sample in self._open_samples():
             self._flush(sample, None)
         current = self.model
@@ -179,15 +170,19 @@ class Engine:
             self._fail([s for s in self._open() if isinstance(s, Scoring)], f"the replica took {model.version}")
             self.scheduler.restart(model.version.digest)
         if self._runner is None or current is None or current.run != model.run:
-            # Free the old cache first: both at once may not fit.
-            self._runner = None
-            self._runner = ModelRunner(self.config, model)
-        self._runner.model = model
-        digest, num_tokens, num_differing = self._prove(model)
+            self._build(model)
+        assert self._runner is not None
+        digest, num_tokens, num_differing = self._prove(self._runner.adopt(model))
         return CommitResult(digest, num_tokens, num_differing, time.monotonic() - begin)
+
+    def _build(self, model: ServedModel) -> None:
+        # Free the old cache first: both at once may not fit.
+        self._runner = None
+        self._runner = ModelRunner(self.config, model)
 
     def fail_all(self, reason: str) -> None:
         """Ends everything that is open; samples can be continued elsewhere from what was streamed."""
+        self.drain()
         self._fail(self._open(), reason)
 
     def _fail(self, seqs: list[Sequence], reason: str) -> None:
@@ -212,6 +207,8 @@ class Engine:
             raise Full(f"{num_open} of {limit} sequences are open, no room for {num_sequences}; try another replica")
 
     def _enqueue(self, seq: Sample | Scoring) -> None:
+        if isinstance(seq, Sample):
+            seq.limit = seq.num_prompt_tokens + seq.request.sampling.max_tokens
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.scheduler.add(seq)
@@ -222,27 +219,64 @@ class Engine:
     def _open_samples(self) -> list[Sample]:
         return [s for s in self._open() if isinstance(s, Sample)]
 
-    def _sample(self, runner: ModelRunner, hidden_RD: Tensor, samples: list[Sample]) -> None:
-        drawn = runner.sample(hidden_RD, samples)
-        is_finite = torch.isfinite(drawn.logprob)
-        if not bool(is_finite.all()):
-            bad = [s.trajectory_id for s, ok in zip(samples, is_finite.tolist(), strict=True) if not ok]
+    def _launch(self) -> Flight | None:
+        begin = time.monotonic()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        assert self._runner is not None
+        self._runner.times.schedule_s += time.monotonic() - begin
+        flight = self._runner.launch(chunks)
+        for sample in flight.batch.samples:
+            sample.num_pending += 1
+        for chunk in chunks:
+            self.scheduler.complete(chunk)
+            if chunk.is_last and isinstance(chunk.seq, Scoring):
+                self.scheduler.finish(chunk.seq)
+        self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
+        return flight
+
+    def _read(self, flight: Flight) -> None:
+        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
+        assert self._runner is not None
+        self._runner.wait(flight)
+        begin = time.monotonic()
+        samples = flight.batch.samples
+        if flight.scored is not None:
+            _fill_scorings(flight.batch.chunks, flight.scored.numpy())
+        if samples:
+            drawn = flight.drawn.numpy()[:, : len(samples)]
+            logprobs = drawn[1].view(np.float32)
+            self._require_finite(samples, logprobs)
+            for sample, token, logprob, top1 in zip(
+                samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist(), strict=True
+            ):
+                sample.num_pending -= 1
+                if sample.state.is_open:
+                    self._extend(sample, token, logprob, top1)
+        self._runner.times.read_s += time.monotonic() - begin
+
+    def _extend(self, sample: Sample, token: int, logprob: float, top1: int) -> None:
+        sample.token_ids.append(token)
+        sample.logprobs.append(logprob)
+        sample.top1.append(top1)
+        self.counters.sampled_tokens += 1
+        self.counters.continued_tokens += sample.num_continued_tokens > 0
+        reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+        if reason is not None:
+            self._end(sample, reason)
+        elif len(sample.logprobs) >= self.config.tokens_per_chunk:
+            self._flush(sample, None)
+
+    def _require_finite(self, samples: list[Sample], logprobs: np.ndarray) -> None:
+        # A row behind the end of its sequence continues a sequence like any other: it is finite too.
+        is_finite = np.isfinite(logprobs)
+        if not is_finite.all():
+            bad = [samples[i].trajectory_id for i in np.flatnonzero(~is_finite).tolist()]
             raise EngineFault(
                 f"a logprob that is not finite in {len(bad)} of {len(samples)} samples ({', '.join(bad[:4])}) under "
-                f"{runner.model.version}; look at the trainer's last step"
+                f"{self.model and self.model.version}; look at the trainer's last step"
             )
-        columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.top1.tolist())
-        for sample, token, logprob, top1 in zip(samples, *columns, strict=True):
-            sample.token_ids.append(token)
-            sample.logprobs.append(logprob)
-            sample.top1.append(top1)
-            self.counters.continued_tokens += sample.num_continued_tokens > 0
-            reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
-            if reason is not None:
-                self._end(sample, reason)
-            elif len(sample.logprobs) >= self.config.stream_tokens:
-                self._flush(sample, None)
-        self.counters.sampled_tokens += len(samples)
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
         self.scheduler.finish(sample)
@@ -298,3 +332,20 @@ class Engine:
         if self.doubt:
             self.fail_all(self.doubt)
         return digest, len(got) // 4, num_differing
+
+
+def _fill_scorings(chunks: list[Chunk], logprobs: np.ndarray) -> None:
+    begin = 0
+    for seq, start, end, is_last in chunks:
+        if isinstance(seq, Scoring):
+            seq.logprobs[start:end] = logprobs[begin : begin + end - start]
+            begin += end - start
+            if is_last:
+                seq.done.set_result(seq.logprobs)
+
+
+def device_of(name: str) -> str:
+    """What `auto` means on this machine; any other name as it is."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

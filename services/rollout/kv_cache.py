@@ -31,12 +31,12 @@ class PagePool:
     (True, [0, 1])
     """
 
-    def __init__(self, *, num_pages: int, page_size: int) -> None:
+    def __init__(self, *, num_pages: int, page_size: int, shares_prefixes: bool = True) -> None:
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {page_size}")
         if num_pages < 1:
             raise ValueError(f"the KV cache must hold at least one page of {page_size} tokens, got {num_pages} pages")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.shares_prefixes = num_pages, page_size, shares_prefixes
         self._root = b""
         self._references = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
@@ -66,7 +66,7 @@ class PagePool:
 
     def lookup(self, seq: Sequence) -> list[int]:
         """The longest run of cached pages that begins `seq`; the last token is always left to compute."""
-        if not seq.shares_pages:
+        if not self._is_shared(seq):
             return []
         self._extend_keys(seq)
         hits: list[int] = []
@@ -79,7 +79,7 @@ class PagePool:
 
     def is_coming(self, seq: Sequence, num_hits: int) -> bool:
         """Whether an older running sequence is about to compute the first page that `lookup` missed."""
-        if not seq.shares_pages or num_hits >= (len(seq.token_ids) - 1) // self.page_size:
+        if not self._is_shared(seq) or num_hits >= (len(seq.token_ids) - 1) // self.page_size:
             return False
         owner = self._claims.get(seq.page_keys[num_hits])
         return owner is not None and owner.arrival < seq.arrival
@@ -102,15 +102,15 @@ class PagePool:
                 del self._free[page]
             self._references[page] += 1
         seq.pages = hits + [self._take() for _ in range(num_new)]
-        seq.num_computed = len(hits) * self.page_size
-        if seq.shares_pages:
+        seq.num_computed, seq.num_shared_pages = len(hits) * self.page_size, len(hits)
+        if self._is_shared(seq):
             for key in seq.page_keys[len(hits) : len(seq.token_ids) // self.page_size]:
                 self._claims.setdefault(key, seq)
         return True
 
     def grow(self, seq: Sequence) -> bool:
         """Pages for tokens that were added since; False, changing nothing, if none is free."""
-        num_new = self.num_pages_for(len(seq.token_ids)) - len(seq.pages)
+        num_new = self.num_pages_for(seq.num_tokens) - len(seq.pages)
         if num_new > len(self._free):
             return False
         for _ in range(num_new):
@@ -118,12 +118,17 @@ class PagePool:
         return True
 
     def advance(self, seq: Sequence, num_computed: int) -> None:
-        """Records that keys and values exist up to `num_computed`, and caches the pages that this made full."""
-        first, seq.num_computed = seq.num_computed // self.page_size, num_computed
-        if not seq.shares_pages:
+        """Records that keys and values exist up to `num_computed`, and caches the pages that this made full.
+
+        A page whose last token is pending is cached by a later call, when its content is known.
+        """
+        seq.num_computed = num_computed
+        first, end = seq.num_shared_pages, min(num_computed, len(seq.token_ids)) // self.page_size
+        if first == end or not self._is_shared(seq):
             return
+        seq.num_shared_pages = end
         self._extend_keys(seq)
-        for index in range(first, num_computed // self.page_size):
+        for index in range(first, end):
             key, page = seq.page_keys[index], seq.pages[index]
             if self._claims.get(key) is seq:
                 del self._claims[key]
@@ -143,7 +148,10 @@ class PagePool:
                 self._free[page] = None
                 self._free.move_to_end(page, last=page in self._key_of)
         seq.pages = []
-        seq.num_computed = 0
+        seq.num_computed = seq.num_shared_pages = 0
+
+    def _is_shared(self, seq: Sequence) -> bool:
+        return self.shares_prefixes and seq.shares_pages
 
     def _take(self) -> int:
         page, _ = self._free.popitem(last=False)

@@ -1,82 +1,159 @@
-"""One model and the KV cache it writes: a step's chunks in, hidden states, tokens and logprobs out.
+"""One model and the KV cache it writes: a step's chunks in, tokens and logprobs out.
+
+`launch` hands a step to the device, `wait` waits for what came of it; in between the next step may be launched. Sampled ids
+stay on the device, by slot, where the next step finds them. Everything launched runs in the order of the launches, so a
+launched step counts as done for whatever is launched behind it. On a CPU a launch computes before it returns.
 
 Legend: S chunks, T tokens of the step, D hidden size, R rows for the head.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+import time
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.rollout.config import RolloutConfig
-from services.rollout.samples import Sample
+from services.rollout.inputs import Batch, SlotTables
+from services.rollout.samples import Scoring
 from services.rollout.scheduler import Chunk
+from services.rollout.times import Clock, StepTimes
 from services.rollout.weights import ServedModel
 from shared.kernels import AttentionLayout, SampleOutput, SamplingParams
 from shared.models import KVCache
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step between its launch and the reading of its results."""
+
+    batch: Batch
+    drawn: Tensor
+    """[3, >= R] int32 on the host, complete at `end`: tokens, bits of their logprobs, top-1 ids."""
+    scored: Tensor | None
+    """[rows of all scorings] float32 on the host, complete at `end`."""
+    begin: Any
+    forwarded: Any
+    end: Any
+    """Marks of the runner's clock: before the forward, behind it, behind the copies to the host."""
+    previous_end: Any | None
+    """`end` of the step that was in flight when this one was launched."""
+    num_tokens: int
+    is_graph: bool = False
 
 
 class ModelRunner:
     """Allocates the cache and the input tables for the run's shape; versions of the run follow one another in it."""
 
     def __init__(self, config: RolloutConfig, model: ServedModel) -> None:
-        self.model = model
-        """Replace it between two steps, by a version of the same run."""
-        self._page_size = config.page_size
-        self._cache = KVCache(model.run.model, config.kv_capacity_tokens, model.run.dtype)
+        self.config, self.model = config, model
+        self.device = model.numerics.ops.device
+        self.clock, self.times = Clock(self.device), StepTimes()
         max_pages = -(-model.run.config.max_model_len // config.page_size)
-        self._page_tables = np.zeros((config.max_running, max_pages), np.int64)
-        """A row per slot of a running sequence, so that a layout is array arithmetic over all chunks."""
+        self.tables = SlotTables(num_slots=config.max_running, max_pages=max_pages)
+        # One more than slots: what padding leaves goes to the last.
+        self.last_token = torch.zeros(config.max_running + 1, dtype=torch.int64, device=self.device)
+        """[N + 1]: the token sampled last in each slot."""
+        self._last_end: Any | None = None
+        self.cache = self._allocate()
 
-    def forward(self, chunks: list[Chunk]) -> Tensor:
-        """[T, D]: computes the chunks' tokens into the cache, packed in the order of the chunks."""
-        num_tokens = sum(c.end - c.start for c in chunks)
-        parts = (c.seq.token_ids[c.start : c.end] for c in chunks)
-        token_ids = torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64, num_tokens))
-        layout = self._layout(chunks)
-        return self.model.decoder(token_ids, layout.positions, layout, self._cache)
+    def adopt(self, model: ServedModel) -> ServedModel:
+        """Serves another version of the run from now on; no step is in flight. Returns the model as it is held."""
+        self.model = model
+        return model
 
-    def sample(self, hidden_RD: Tensor, samples: list[Sample]) -> SampleOutput:
-        """The next token of each sample. Its index counts sampled tokens: the prompt number stands for the prompt."""
-        requests = [s.request for s in samples]
-        params = SamplingParams.of(
-            seed=[r.seed for r in requests],
-            prompt=[r.prompt_number for r in requests],
-            sample=[s.sample_index for s in samples],
-            position=[s.num_sampled_tokens for s in samples],
-            temperature=[r.sampling.temperature for r in requests],
-            top_k=[r.sampling.top_k for r in requests],
-            top_p=[r.sampling.top_p or 1.0 for r in requests],
-            min_p=[r.sampling.min_p for r in requests],
+    def launch(self, chunks: list[Chunk]) -> Flight:
+        """Computes the chunks' tokens into the cache and draws the next token of each sample that is computed to its end."""
+        started = time.monotonic()
+        batch = self.tables.batch(chunks)
+        flight = self._run(batch, self._last_end)
+        self._last_end = flight.end
+        # Where the launch itself computes, that is no preparation.
+        computed_s = 0.0 if self.device.type == "cuda" else self.clock.seconds(flight.begin, flight.end)
+        self.times.prepare_s += time.monotonic() - started - computed_s
+        return flight
+
+    def wait(self, flight: Flight) -> None:
+        """Until the flight's results are on the host; counts its times."""
+        started, t = time.monotonic(), self.times
+        self.clock.wait(flight.end)
+        t.wait_s += time.monotonic() - started
+        t.num_steps += 1
+        t.num_graph_steps += flight.is_graph
+        t.num_tokens += flight.num_tokens
+        t.num_sampled += len(flight.batch.samples)
+        t.device_s += self.clock.seconds(flight.begin, flight.forwarded)
+        t.sample_s += self.clock.seconds(flight.forwarded, flight.end)
+        if flight.previous_end is not None:
+            t.idle_s += self.clock.seconds(flight.previous_end, flight.begin)
+        if self._last_end is flight.end:
+            # Nothing was launched behind it: whatever comes later did not keep the device waiting.
+            self._last_end = None
+
+    def _allocate(self) -> KVCache:
+        return KVCache(self.model.run.model, self.config.kv_capacity_tokens, self.model.run.dtype, self.device)
+
+    def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
+        ids_T = np.empty(batch.num_tokens, np.int64)
+        batch.write_ids(ids_T)
+        layout = self._layout(batch)
+        begin = self.clock.mark()
+        hidden_TD = self.model.decoder(
+            self.known(self._to_device(ids_T)), layout.positions.to(self.device), layout, self.cache
         )
-        ops, head_weight = self.model.numerics.ops, self.model.decoder.head_weight
-        return ops.sample(hidden_RD, head_weight, params, weight32_VD=self.model.head32)
+        forwarded = self.clock.mark()
+        drawn = torch.empty((3, 0), dtype=torch.int32)
+        if batch.samples:
+            hidden_RD = hidden_TD[self._to_device(batch.rows_R)]
+            out = self.sample(hidden_RD, {n: self._to_device(v) for n, v in self.tables.sampling(batch).items()}, batch)
+            self.last_token[self._to_device(batch.slots_S[batch.sampled_R])] = out.token.long()
+            drawn = torch.stack((out.token, out.logprob.view(torch.int32), out.top1)).cpu()
+        scored = self.score(hidden_TD, batch)
+        scored = scored.cpu() if scored is not None else None
+        return Flight(batch, drawn, scored, begin, forwarded, self.clock.mark(), previous_end, batch.num_tokens)
 
-    def score(self, hidden_RD: Tensor, targets: list[int], temperature: float) -> np.ndarray:
-        """[R] float32 logprobs of given next tokens."""
-        output = self.model.decoder.logprobs(
-            hidden_RD,
-            torch.tensor(targets),
-            torch.full((len(targets),), temperature),
-            weight32_VD=self.model.head32,
-        )
-        return output.logprob.numpy()
+    def known(self, ids_T: Tensor) -> Tensor:
+        """[T] token ids, pending ones (-1 - slot) looked up."""
+        return torch.where(ids_T < 0, self.last_token[(-1 - ids_T).clamp_min(0)], ids_T)
 
-    def _layout(self, chunks: list[Chunk]) -> AttentionLayout:
-        for chunk in chunks:
-            seq = chunk.seq
-            num_tabled, num_pages = seq.num_tabled_pages, len(seq.pages)
-            if num_tabled < num_pages:
-                self._page_tables[seq.slot, num_tabled:num_pages] = seq.pages[num_tabled:]
-                seq.num_tabled_pages = num_pages
-        starts_S, ends_S, slots_S = np.array([(c.start, c.end, c.seq.slot) for c in chunks], np.int64).T
-        num_pages = -(-int(ends_S.max()) // self._page_size)
+    def sample(self, hidden_RD: Tensor, keys: dict[str, Tensor], batch: Batch) -> SampleOutput:
+        """The next token of each row."""
+        filters = {name: self._to_device(v) for name, v in self.tables.filters(batch).items()}
+        ops, decoder = self.model.numerics.ops, self.model.decoder
+        params = SamplingParams(**keys, **filters)
+        return ops.sample(hidden_RD, decoder.head_weight, params, weight32_VD=self.model.head32)
+
+    def score(self, hidden_TD: Tensor, batch: Batch) -> Tensor | None:
+        """Logprobs of the given next tokens, of all scorings one after another; None without any."""
+        targets: list[int] = []
+        rows, temperatures = [], []
+        begin = 0
+        for seq, start, end, _ in batch.chunks:
+            if isinstance(seq, Scoring):
+                targets += seq.targets[start:end]
+                rows.append(np.arange(begin, begin + end - start))
+                temperatures.append(np.full(end - start, seq.temperature, np.float32))
+            begin += end - start
+        if not rows:
+            return None
+        hidden_RD = hidden_TD[self._to_device(np.concatenate(rows))]
+        to = self._to_device
+        return self.model.decoder.logprobs(
+            hidden_RD, to(np.array(targets)), to(np.concatenate(temperatures)), weight32_VD=self.model.head32
+        ).logprob
+
+    def _layout(self, batch: Batch) -> AttentionLayout:
+        num_pages = -(-int(batch.ends_S.max()) // self.config.page_size)
         return AttentionLayout(
-            q_lens=torch.from_numpy(ends_S - starts_S),
-            context_lens=torch.from_numpy(ends_S.copy()),
-            pages=torch.from_numpy(self._page_tables[slots_S, :num_pages]),
-            page_size=self._page_size,
+            q_lens=torch.from_numpy(batch.q_lens_S),
+            context_lens=torch.from_numpy(batch.ends_S.copy()),
+            pages=torch.from_numpy(self.tables.pages[batch.slots_S, :num_pages].astype(np.int64)),
+            page_size=self.config.page_size,
         )
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

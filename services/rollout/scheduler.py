@@ -11,30 +11,27 @@ for the prompt pages of an older sibling.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.rollout.kv_cache import PagePool
 from services.rollout.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One sequence's share of a step: its tokens [start, end)."""
 
     seq: Sequence
     start: int
     end: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the sequence is computed to its end, so that its next token can be sampled."""
-        return self.end == len(self.seq.token_ids)
+    is_last: bool
+    """Whether the sequence is computed to its end, so that its next token can be sampled."""
 
 
 class Scheduler:
     """NEW -> WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
 
-    Usage: `schedule`, compute the chunks, `complete` them, append sampled tokens, `finish` what is done; repeat.
+    Usage: `schedule`, launch the chunks, `complete` them, append sampled tokens, `finish` what is done; repeat. Steps run in the
+    order of their launch, so the next one may be scheduled while the sampled tokens are still pending (`Sequence.num_pending`).
     """
 
     def __init__(self, pages: PagePool, *, max_running: int, max_step_tokens: int, max_chunk_tokens: int) -> None:
@@ -58,7 +55,7 @@ class Scheduler:
         insort(self.waiting, seq, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks: at most `max_step_tokens` tokens, at least one if there is work."""
+        """The next step's chunks: at most `max_step_tokens` tokens, at least one if there is work and nothing is pending."""
         chunks: list[Chunk] = []
         budget = self.max_step_tokens
         num_preemptions = self.num_preemptions
@@ -66,18 +63,22 @@ class Scheduler:
         # Preemption takes from the end of the list, so it never meets a sequence that already has its chunk.
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
+            if seq.num_computed == seq.num_tokens or seq.num_tokens >= seq.limit:
+                # Its end is in flight.
+                position += 1
+                continue
             while seq.state is SequenceState.RUNNING and not self.pages.grow(seq):
                 self._preempt(self.running[-1])
             if seq.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, seq, budget)
                 position += 1
-        if self.num_preemptions == num_preemptions:
+        if self.waiting and budget > 0 and self.num_preemptions == num_preemptions:
             self._admit(chunks, budget)
-        assert chunks or not self.has_work, "work but no step: a sequence exceeds the cache"
+        assert chunks or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
         return chunks
 
     def complete(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in the cache."""
+        """The chunk's keys and values are in the cache, or will be before anything launched from now on reads it."""
         self.pages.advance(chunk.seq, chunk.end)
 
     def finish(self, seq: Sequence) -> None:
@@ -95,6 +96,10 @@ class Scheduler:
         self.pages.reset(manifest_digest)
         for seq in self.waiting:
             seq.page_keys = []
+
+    @property
+    def _is_any_pending(self) -> bool:
+        return any(seq.num_pending for seq in (*self.running, *self.waiting))
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         remaining: list[Sequence] = []
@@ -118,8 +123,9 @@ class Scheduler:
         self.waiting = remaining
 
     def _append_chunk(self, chunks: list[Chunk], seq: Sequence, budget: int) -> int:
-        num_tokens = min(len(seq.token_ids) - seq.num_computed, self.max_chunk_tokens, budget)
-        chunks.append(Chunk(seq, seq.num_computed, seq.num_computed + num_tokens))
+        start, end = seq.num_computed, seq.num_tokens
+        num_tokens = min(end - start, self.max_chunk_tokens, budget)
+        chunks.append(Chunk(seq, start, start + num_tokens, start + num_tokens == end))
         return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:

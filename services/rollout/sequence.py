@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,16 +28,28 @@ class Sequence:
     arrival: int
     """Place in the queue, smallest first; kept for life, whatever preempts the sequence."""
     token_ids: list[int]
-    """Prompt and sampled tokens: everything whose keys and values the next step must have."""
+    """Prompt and sampled tokens: everything whose keys and values the next step must have, but for what is pending."""
     shares_pages: bool = True
     """Whether it may read cached pages and leave its own behind. False where every row is wanted."""
+    limit: int = sys.maxsize
+    """Tokens at which it ends: none is computed behind them."""
     state: SequenceState = SequenceState.NEW
+    num_pending: int = 0
+    """Tokens sampled by steps whose results are not read yet, at most one when a step is scheduled: they have a place, but no
+    id here."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the pages."""
+    """Tokens whose keys and values are in the pages, or will be before any later step runs."""
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages of `token_ids`, as far as they were needed."""
     slot: int = -1
     """Row of the engine's input tables while running."""
+    num_shared_pages: int = 0
+    """Leading pages whose full content was offered to others."""
     num_tabled_pages: int = 0
     """Pages already in the engine's page table; the scheduler sets it back whenever `pages` starts anew."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Pending ones included."""
+        return len(self.token_ids) + self.num_pending

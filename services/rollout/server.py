@@ -156,7 +156,7 @@ class RolloutService(RolloutEngineServicer):
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreReply:
         try:
             model = self._model
-            scorings = scorings_of(request, model, kv_capacity_tokens=self._config.kv_capacity_tokens)
+            scorings = scorings_of(request, model, kv_capacity_tokens=self._engine.config.kv_capacity_tokens)
             pending = [s for s in scorings if s.targets]
             await self._in_loop(lambda: self._engine.submit_scoring(pending, model))
             try:
@@ -261,7 +261,7 @@ class RolloutService(RolloutEngineServicer):
             request,
             sampling,
             model,
-            kv_capacity_tokens=self._config.kv_capacity_tokens,
+            kv_capacity_tokens=self._engine.config.kv_capacity_tokens,
             decode=await self._decode(model.run.config.model) if sampling.stop else None,
             stream=stream,
         )

@@ -199,3 +199,71 @@ def test_with_room_for_all_a_group_computes_its_prompts_full_pages_once(
     shared = (prompt_len - 1) // page_size * page_size
     assert computed == num_groups * (prompt_len + (num_samples - 1) * (prompt_len - shared))
     assert scheduler.num_preemptions == 0
+
+
+def launch(scheduler):
+    """Schedules a step and leaves what it samples pending. Returns its chunks."""
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        scheduler.complete(chunk)
+        chunk.seq.num_pending += chunk.is_last
+    return chunks
+
+
+def read(scheduler, chunks, *, ends=()):
+    """The results of a launched step arrive; sequences named in `ends` end with them."""
+    for chunk in chunks:
+        if chunk.is_last:
+            chunk.seq.num_pending -= 1
+            if chunk.seq.state.is_open:
+                chunk.seq.token_ids.append(1000 + chunk.seq.arrival)
+                if chunk.seq.arrival in ends:
+                    scheduler.finish(chunk.seq)
+
+
+def test_the_next_step_is_scheduled_while_the_token_of_the_last_is_pending():
+    scheduler = scheduler_of()
+    seq = add(scheduler, 0, range(5))
+    seq.limit = 7
+    first = launch(scheduler)
+    second = launch(scheduler)
+    assert [(c.start, c.end, c.is_last) for c in (*first, *second)] == [(0, 5, True), (5, 6, True)]
+    read(scheduler, first)
+    assert launch(scheduler) == [], "its last token is in flight, and nothing is computed behind that"
+    read(scheduler, second, ends={0})
+    assert not scheduler.has_work
+
+
+def test_a_page_that_ends_with_a_pending_token_is_shared_once_the_token_is_known():
+    scheduler = scheduler_of(page_size=4)
+    seq = add(scheduler, 0, range(7))
+    flights = [launch(scheduler)]
+    flights.append(launch(scheduler))
+    assert (seq.num_computed, scheduler.pages.num_cached) == (8, 1)
+    read(scheduler, flights[0])
+    flights.append(launch(scheduler))
+    assert scheduler.pages.num_cached == 2
+    younger = add(scheduler, 1, [*seq.token_ids, 3])
+    assert len(scheduler.pages.lookup(younger)) == 2
+
+
+@given(workloads(), st.data())
+def test_pipelined_every_sequence_ends_and_no_page_is_lost(workload, data):
+    """As above, with one step launched before the last one is read; some sequences end before their limit."""
+    scheduler, max_len, arrivals = workload
+    seqs = []
+    for arrival, (prefix, length) in enumerate(arrivals):
+        seq = add(scheduler, arrival, [prefix % 3] * max(1, min(length, max_len - 1)))
+        seq.limit = min(max_len, len(seq.token_ids) + 1 + prefix)
+        seqs.append(seq)
+    in_flight, num_steps = [], 0
+    while scheduler.has_work or in_flight:
+        coming = launch(scheduler)
+        assert sum(c.end - c.start for c in coming) <= scheduler.max_step_tokens
+        assert all(c.end <= c.seq.limit for c in coming)
+        ends = {c.seq.arrival for c in in_flight if len(c.seq.token_ids) + 1 >= c.seq.limit or data.draw(st.booleans())}
+        read(scheduler, in_flight, ends=ends)
+        in_flight, num_steps = coming, num_steps + 1
+        assert num_steps <= 100 * len(arrivals) * max_len
+    assert all(s.state is SequenceState.FINISHED and s.num_pending == 0 for s in seqs)
+    assert scheduler.pages.num_free == scheduler.pages.num_pages

@@ -1,0 +1,144 @@
+"""A step's chunks as arrays: what stays with a sequence is kept by slot, so that a step is array arithmetic over all of them.
+
+Legend: S chunks, in ascending order of slot; T tokens; R sampled rows; N slots (row N of a table belongs to nobody).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.rollout.samples import Sample
+from services.rollout.scheduler import Chunk
+from services.rollout.sequence import Sequence
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step."""
+
+    chunks: list[Chunk]
+    slots_S: Array
+    """int64; so are the others."""
+    starts_S: Array
+    ends_S: Array
+    q_lens_S: Array
+    samples: list[Sample]
+    """One per sampled row, in the order of the chunks."""
+    sampled_R: Array
+    """Index of each sampled chunk."""
+    new_pages: tuple[Array, Array]
+    """Entries of the page tables that are new: flat index, page."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.q_lens_S.sum())
+
+    @property
+    def rows_R(self) -> Array:
+        """Packed row behind which each sample's next token is drawn."""
+        return (np.cumsum(self.q_lens_S) - 1)[self.sampled_R]
+
+    @property
+    def positions_T(self) -> Array:
+        """Absolute position of each token."""
+        first = np.cumsum(self.q_lens_S) - self.q_lens_S
+        return np.arange(self.num_tokens) + (self.starts_S - first).repeat(self.q_lens_S)
+
+    def write_ids(self, ids_T: Array) -> None:
+        """Token ids; -1 - slot where the token is pending on the device."""
+        if self.num_tokens == len(self.chunks):
+            ids_T[:] = -1 - self.slots_S
+        begin = 0
+        for seq, start, end, _ in self.chunks:
+            if not seq.num_pending:
+                ids_T[begin : begin + end - start] = seq.token_ids[start:end]
+            else:
+                ids_T[begin] = -1 - seq.slot
+            begin += end - start
+
+
+class SlotTables:
+    """Rows by slot: page table and sampling parameters of the sequence that runs there."""
+
+    def __init__(self, *, num_slots: int, max_pages: int) -> None:
+        self.num_slots, self.max_pages = num_slots, max_pages
+        self.pages = np.zeros((num_slots + 1, max_pages), np.int32)
+        self.num_prompt, self.seed, self.prompt, self.sample, self.top_k = (
+            np.zeros(num_slots, np.int64) for _ in range(5)
+        )
+        self.temperature, self.top_p, self.min_p = (np.zeros(num_slots, np.float32) for _ in range(3))
+        self.is_sample = np.zeros(num_slots, bool)
+
+    def batch(self, chunks: list[Chunk]) -> Batch:
+        """Brings the tables up to date with the chunks."""
+        chunks.sort(key=_slot)
+        at: list[Array] = []
+        pages: list[int] = []
+        for seq, *_ in chunks:
+            num_tabled = seq.num_tabled_pages
+            if num_tabled < len(seq.pages):
+                if not num_tabled:
+                    self._enter(seq)
+                new = seq.pages[num_tabled:]
+                self.pages[seq.slot, num_tabled : len(seq.pages)] = new
+                at.append(np.arange(num_tabled, len(seq.pages)) + seq.slot * self.max_pages)
+                pages += new
+                seq.num_tabled_pages = len(seq.pages)
+        table = np.array([(seq.slot, start, end, is_last) for seq, start, end, is_last in chunks], np.int64)
+        slots_S, starts_S, ends_S, is_last_S = table.T
+        sampled_R = np.flatnonzero(is_last_S & self.is_sample[slots_S])
+        samples = [chunks[i].seq for i in sampled_R.tolist()]
+        return Batch(
+            chunks=chunks,
+            slots_S=slots_S,
+            starts_S=starts_S,
+            ends_S=ends_S,
+            q_lens_S=ends_S - starts_S,
+            samples=samples,  # type: ignore[arg-type]  # is_sample says so
+            sampled_R=sampled_R,
+            new_pages=(np.concatenate(at) if at else np.zeros(0, np.int64), np.array(pages, np.int32)),
+        )
+
+    def sampling(self, batch: Batch) -> dict[str, Array]:
+        """The fields of SamplingParams, by sampled row. A token's index counts sampled tokens: the prompt number stands for the
+        prompt."""
+        slots = batch.slots_S[batch.sampled_R]
+        return {
+            "seed": self.seed[slots],
+            "prompt": self.prompt[slots],
+            "sample": self.sample[slots],
+            "position": batch.ends_S[batch.sampled_R] - self.num_prompt[slots],
+            "temperature": self.temperature[slots],
+        }
+
+    def filters(self, batch: Batch) -> dict[str, Array]:
+        """Those of top_k, top_p and min_p that a sampled row uses."""
+        slots = batch.slots_S[batch.sampled_R]
+        top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
+        used = {"top_k": top_k.any(), "top_p": (top_p < 1).any(), "min_p": min_p.any()}
+        values = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        return {name: values[name] for name, is_used in used.items() if is_used}
+
+    def _enter(self, seq: Sequence) -> None:
+        slot = seq.slot
+        self.is_sample[slot] = isinstance(seq, Sample)
+        if isinstance(seq, Sample):
+            request, params = seq.request, seq.request.sampling
+            self.num_prompt[slot] = seq.num_prompt_tokens
+            self.seed[slot], self.prompt[slot] = _signed(request.seed), _signed(request.prompt_number)
+            self.sample[slot] = seq.sample_index
+            self.temperature[slot] = params.temperature
+            self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p or 1.0, params.min_p
+
+
+def _signed(value: int) -> int:
+    """64 bits in two's complement."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _slot(chunk: Chunk) -> int:
+    return chunk.seq.slot

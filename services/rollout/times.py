@@ -1,0 +1,62 @@
+"""Where the time of steps goes: on the host, on the device, and in either waiting for the other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Sums over steps."""
+
+    num_steps: int = 0
+    num_graph_steps: int = 0
+    """Steps that replayed a captured graph."""
+    num_tokens: int = 0
+    num_sampled: int = 0
+    schedule_s: float = 0.0
+    prepare_s: float = 0.0
+    """Building inputs and launching; on a CPU without the computation itself."""
+    wait_s: float = 0.0
+    """The host waiting for results."""
+    read_s: float = 0.0
+    """The host handing results on."""
+    device_s: float = 0.0
+    """The forward, on the device."""
+    sample_s: float = 0.0
+    """Head and sampling, on the device."""
+    idle_s: float = 0.0
+    """The device standing still between two steps that were in flight one after the other: it waited for the host."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the device's time in which it waited for the host."""
+        total = self.device_s + self.sample_s + self.idle_s
+        return self.idle_s / total if total else 0.0
+
+
+class Clock:
+    """Marks in the order of computation: events of a GPU's current stream, the host's time elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_device = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._is_device:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Until the computation has come to the mark. Other threads run meanwhile."""
+        if self._is_device:
+            mark.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that were waited for."""
+        return begin.elapsed_time(end) / 1e3 if self._is_device else end - begin
