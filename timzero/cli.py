@@ -127,12 +127,17 @@ def train(
 @app.command()
 def submit(
     run: RunName,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One item of POST /v1/runs/RUN/prompts a line.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.jsonl", help="One item of POST /v1/runs/RUN/prompts a line, or of .../trajectories."
+        ),
+    ],
     wait: Annotated[float, typer.Option(help="Seconds that a batch may wait for the admission gate.")] = 3600.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Post prompts from a file; posting them again is harmless."""
+    """Post prompts, or groups sampled elsewhere, from a file; posting them again is harmless."""
     from timzero.submit import read_items
     from timzero.submit import submit as post
 

@@ -35,6 +35,7 @@ import httpx
 import httpx_sse
 import numpy as np
 
+from timzero.sampled import packed, parts
 from timzero.transport import MSGPACK, ApiError, DeadlineError, Transport, decoded, retry_after_s
 
 __all__ = ["ApiError", "Client", "DeadlineError", "Event"]
@@ -116,11 +117,39 @@ class Client:
 
         Returns: one result per item, in order; status 202 accepted, 200 accepted before, 429 gate closed, other: refused.
         """
+        return self._post_items(f"/v1/runs/{run}/prompts", items, gate_deadline_s, deadline_s)
+
+    def post_trajectories(
+        self,
+        run: str,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        gate_deadline_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Posts groups that an engine of yours sampled with a published version of the run; equal ones again are harmless.
+
+        Args:
+            groups: as docs/http.md has them. Token ids, top1 and logprobs of a sample may be numpy arrays; `logprobs` that are a
+                float32 array travel as their very bits.
+            gate_deadline_s: as of `post_prompts`.
+
+        Returns: one result per group, as of `post_prompts`.
+        """
+        results: list[dict[str, Any]] = []
+        for part in parts([packed(group) for group in groups]):
+            answer = self._post_items(f"/v1/runs/{run}/trajectories", part, gate_deadline_s, deadline_s)
+            results += [{**result, "index": len(results) + i} for i, result in enumerate(answer)]
+        return results
+
+    def _post_items(
+        self, path: str, items: Sequence[Mapping[str, Any]], gate_deadline_s: float, deadline_s: float | None
+    ) -> list[dict[str, Any]]:
         results: list[dict[str, Any]] = [{} for _ in items]
         open_indices = list(range(len(items)))
         gate_deadline = time.monotonic() + gate_deadline_s
         while open_indices:
-            answer, retry_after_s = self._post_prompts_once(run, [items[i] for i in open_indices], deadline_s)
+            answer, retry_after_s = self._post_once(path, [items[i] for i in open_indices], deadline_s)
             for i, result in zip(open_indices, answer, strict=True):
                 results[i] = {**result, "index": i}
             open_indices = [i for i in open_indices if results[i]["status"] == 429]
@@ -130,14 +159,14 @@ class Client:
             time.sleep(min(retry_after_s, left_s))
         return results
 
-    def _post_prompts_once(
-        self, run: str, items: list[Mapping[str, Any]], deadline_s: float | None
+    def _post_once(
+        self, path: str, items: list[Mapping[str, Any]], deadline_s: float | None
     ) -> tuple[list[dict[str, Any]], float]:
         """Returns: results and the seconds after which a gate that is closed may be open."""
         try:
             response = self._transport.request(
                 "POST",
-                f"/v1/runs/{run}/prompts",
+                path,
                 msgpack_body={"items": items},
                 deadline_s=deadline_s,
                 retry_gate=False,

@@ -1,9 +1,13 @@
-"""`timzero submit RUN FILE.jsonl`: posts prompts from a file, for people whose rewards come from elsewhere."""
+"""`timzero submit RUN FILE.jsonl`: posts from a file, for people whose rewards, or whose samples, come from elsewhere.
+
+A line with `samples` is a group that another engine sampled; any other is a prompt.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ class Submitted:
 
 
 def read_items(path: Path) -> list[dict[str, Any]]:
-    """Every line is one item as `POST /v1/runs/{run}/prompts` takes it. Raises SubmitError."""
+    """Every line is one item of `POST /v1/runs/{run}/prompts` or, with `samples`, of `.../trajectories`. Raises SubmitError."""
     items = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -43,7 +47,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
             raise SubmitError(f"{path}:{number}: expected a JSON object, got {line[:80]!r}")
         items.append(item)
     if not items:
-        raise SubmitError(f"{path} holds no prompt")
+        raise SubmitError(f"{path} holds no prompt and no group")
     return items
 
 
@@ -55,20 +59,19 @@ def submit(
     gate_deadline_s: float,
     tell: Callable[[str], None],
 ) -> Submitted:
-    """Posts prompts in order, waiting for the admission gate; one without a number gets its place as number.
+    """Posts items in order, waiting for the admission gate; one without a number gets its place as number.
 
     Args:
         items: as `read_items` gives them.
         gate_deadline_s: how long a batch may wait for the gate.
-        tell: is told about every prompt that is refused.
+        tell: is told about every item that is refused.
 
     Raises: ApiError.
     """
     items = [{"number": n} | item for n, item in enumerate(items)]
     total = Submitted()
     for start in range(0, len(items), BATCH):
-        batch = items[start : start + BATCH]
-        for item, result in zip(batch, client.post_prompts(run, batch, gate_deadline_s=gate_deadline_s), strict=True):
+        for item, result in _post(client, run, items[start : start + BATCH], gate_deadline_s):
             if result["status"] == 202:
                 total.accepted += 1
             elif result["status"] == 200:
@@ -77,5 +80,16 @@ def submit(
                 total.refused += 1
                 problem = result["problem"]
                 fields = "".join(f"; {e['pointer']}: {e['detail']}" for e in problem.get("errors") or ())
-                tell(f"prompt {item['number']}: {problem['code']}: {problem['detail']}{fields}")
+                kind = "group" if "samples" in item else "prompt"
+                tell(f"{kind} {item['number']}: {problem['code']}: {problem['detail']}{fields}")
     return total
+
+
+def _post(
+    client: Client, run: str, items: Sequence[dict[str, Any]], gate_deadline_s: float
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every item with its result."""
+    for is_sampled, of_kind in itertools.groupby(items, key=lambda item: "samples" in item):
+        part = list(of_kind)
+        post = client.post_trajectories if is_sampled else client.post_prompts
+        yield from zip(part, post(run, part, gate_deadline_s=gate_deadline_s), strict=True)

@@ -115,6 +115,7 @@ class TrajectorySummary(Answer):
     deadline: float | None = Field(description="Unix time at which the missing reward pauses the run")
     timestamps: dict[str, float] = Field(description="Unix seconds at which each state was entered")
     metadata: dict[str, JsonValue]
+    sampler: str | None = Field(description="Engine that sampled it, where it was ingested; null: ours")
 
 
 class Trajectory(TrajectorySummary):
@@ -238,6 +239,7 @@ class Metrics(Answer):
     step: int
     durable_step: int
     accepted: int
+    ingested: int = Field(description="Of those accepted, the ones that were sampled elsewhere")
     trained: int
     dropped: dict[str, int]
     live: int

@@ -12,9 +12,10 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response, Security
 from fastapi.security import HTTPBearer
 from sse_starlette import EventSourceResponse
 
-from services.gateway import answers, evals, events, prompts, runs, schemas, trajectories, views
+from services.gateway import answers, evals, events, ingest, prompts, runs, schemas, trajectories, views
 from services.gateway.bodies import BodyRoute, reply, wants_msgpack
 from services.gateway.context import Gateway
+from services.gateway.ingest_schemas import SampledBatch
 from services.gateway.problems import Problem, ProblemDocument, event_stream, responses
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.run import RunConfig, RunState
@@ -50,6 +51,7 @@ def document(request: Request) -> Callable[[Problem], ProblemDocument]:
 read = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[require("trajectories:read")])
 admin = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[require("admin")])
 prompt_writer = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[require("prompts:write")])
+trajectory_writer = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[require("trajectories:write")])
 reward_writer = APIRouter(prefix="/v1", route_class=BodyRoute, dependencies=[require("rewards:write")])
 probes = APIRouter()
 
@@ -111,11 +113,28 @@ async def post_prompts(request: Request, run: RunName, body: schemas.PromptBatch
 
     Posting an equal item again returns the same ids. 429 where the closed admission gate refuses every item.
     """
-    results = await prompts.post(gateway_of(request), run, body.items, document(request))
+    return _accepted(request, await prompts.post(gateway_of(request), run, body.items, document(request)))
+
+
+def _accepted(request: Request, results: list[answers.PromptResult]) -> Response:
     status = 202 if all(r.status < 300 for r in results) else 207
     is_closed = any(r.status == 429 for r in results)
     headers = {"Retry-After": str(gateway_of(request).config.gate_retry_s)} if is_closed else None
     return reply(request, answers.PromptResults(items=results), status, headers)
+
+
+@trajectory_writer.post("/runs/{run}/trajectories", tags=["trajectories"], status_code=202,
+                        response_model=answers.PromptResults,
+                        responses={207: {"model": answers.PromptResults, "description": "Some groups were refused"},
+                                   **responses("capacity-exhausted", "weight-sync-unavailable",
+                                               "idempotency-in-progress")})  # fmt: skip
+async def post_trajectories(request: Request, run: RunName, body: SampledBatch) -> Response:
+    """Accepts groups that another engine sampled with a published version of this run: token ids and logprobs, not text.
+
+    A group takes the place of a prompt, and each has a status of its own, as there. From here on it is rewarded and trained
+    like any other. Its logprobs are expected to differ from the trainer's: they are measured apart, and corrected.
+    """
+    return _accepted(request, await ingest.post(gateway_of(request), run, body.items, document(request)))
 
 
 @read.get("/runs/{run}/trajectories", tags=["trajectories"], response_model=answers.TrajectoryPage,
@@ -267,4 +286,4 @@ async def readyz(request: Request) -> answers.Readiness:
     return await runs.readiness(gateway_of(request))
 
 
-ROUTERS = (probes, admin, prompt_writer, reward_writer, read)
+ROUTERS = (probes, admin, prompt_writer, trajectory_writer, reward_writer, read)

@@ -19,7 +19,7 @@ from pathlib import Path
 from services.gateway.problems import Problem
 from shared.config import ConfigError
 
-SCOPES = ("prompts:write", "rewards:write", "trajectories:read", "admin")
+SCOPES = ("prompts:write", "rewards:write", "trajectories:read", "trajectories:write", "admin")
 """`admin` includes the others."""
 
 

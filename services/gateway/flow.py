@@ -19,6 +19,7 @@ class FlowMetrics:
             metric(names.TRAJECTORIES).labels(run=run, state=state.value).set(counts.by_state.get(state, 0))
         metric(names.QUEUE_DEPTH).labels(run=run).set(counts.queue_depth)
         self._count(metric(names.TRAJECTORIES_ACCEPTED).labels(run=run), ("accepted", run), counts.accepted)
+        self._count(metric(names.TRAJECTORIES_INGESTED).labels(run=run), ("ingested", run), counts.ingested)
         self._count(metric(names.REWARD_LATE).labels(run=run), ("late", run), counts.rewards_late)
         for reason, dropped in counts.dropped.items():
             counter = metric(names.TRAJECTORIES_DROPPED).labels(run=run, reason=reason)

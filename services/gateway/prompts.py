@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from services.gateway import answers, schemas
 from services.gateway.context import Gateway
+from services.gateway.ingest_schemas import SampledGroup
 from services.gateway.problems import FieldError, Problem, ProblemDocument
 from services.gateway.tokenizer import Tokenizer
 from shared.metrics import names
@@ -16,6 +18,8 @@ from shared.wire.records import AcceptResult, AcceptStatus, RunRecord
 from shared.wire.run import RunConfig
 from shared.wire.types import SamplingParams
 
+Body = TypeVar("Body")
+Prepared = TypeVar("Prepared")
 Document = Callable[[Problem], ProblemDocument]
 """A problem as this request's document."""
 
@@ -35,9 +39,38 @@ async def post(
     """
     gateway.check_items(len(items))
     record, tokenizer = await gateway.run(run)
-    prepared = await asyncio.to_thread(lambda: [_prepare(tokenizer, record.config, item) for item in items])
-    valid = [p for p in prepared if isinstance(p, PromptItem)]
-    accepted = await gateway.store.accept_prompts(run, valid) if valid else []
+
+    def prepare(item: schemas.PromptItem) -> PromptItem:
+        return training_prompt(tokenizer, record.config, item)
+
+    prepared = await asyncio.to_thread(lambda: [attempt(prepare, item) for item in items])
+    return await accept(gateway, run, items, prepared, gateway.store.accept_prompts, document)
+
+
+def attempt(prepare: Callable[[Body], Prepared], item: Body | schemas.Refused) -> Prepared | Problem:
+    """What the item becomes, or why it is refused."""
+    try:
+        if isinstance(item, schemas.Refused):
+            raise Problem("invalid-request", f"{len(item.errors)} field(s) are not valid", errors=item.errors)
+        return prepare(item)
+    except Problem as problem:
+        return problem
+
+
+async def accept(
+    gateway: Gateway,
+    run: str,
+    items: Sequence[schemas.PromptItem | SampledGroup | schemas.Refused],
+    prepared: Sequence[Prepared | Problem],
+    store: Callable[[str, list[Prepared]], Awaitable[list[AcceptResult]]],
+    document: Document,
+) -> list[answers.PromptResult]:
+    """Stores what is valid and answers every item, in order.
+
+    Raises: what `store` does; Problem capacity-exhausted where the closed gate refuses every item.
+    """
+    valid = [p for p in prepared if not isinstance(p, Problem)]
+    accepted = await store(run, valid) if valid else []
     num_refused = sum(a.status is AcceptStatus.GATE_CLOSED for a in accepted)
     closed = await _gate_closed(gateway, run) if num_refused else None
     metric(names.GATE_CLOSED).labels(run=run).inc(num_refused)
@@ -67,52 +100,52 @@ def gate_limit(record: RunRecord) -> int:
     return (record.durable_step + record.config.queue_bound_batches) * record.config.prompts_per_step
 
 
-def _prepare(
-    tokenizer: Tokenizer, config: RunConfig, item: schemas.PromptItem | schemas.Refused
-) -> PromptItem | Problem:
-    try:
-        if isinstance(item, schemas.Refused):
-            raise Problem("invalid-request", f"{len(item.errors)} field(s) are not valid", errors=item.errors)
-        return training_prompt(tokenizer, config, item)
-    except Problem as problem:
-        return problem
-
-
 def training_prompt(tokenizer: Tokenizer, config: RunConfig, item: schemas.PromptItem) -> PromptItem:
     """Raises: Problem with what the run does not allow."""
-    last = config.num_steps * config.prompts_per_step - 1
-    if item.number is None or item.number > last:
-        raise _field(
-            "prompt-number", "number", f"got {item.number}; under a fixed lag a number from 0 to {last} is needed"
-        )
+    number = checked_number(config, item.number)
     if item.n is not None and item.n != config.samples_per_prompt:
-        raise _field(
+        raise field_problem(
             "invalid-request", "n", f"got {item.n}; the run's samples_per_prompt is {config.samples_per_prompt}"
         )
     sampling = item.sampling.params(config.temperature)
+    check_distribution(config, sampling)
+    token_ids = tokenizer.encode(item)
+    check_sampling(tokenizer, config, len(token_ids), sampling)
+    return PromptItem(
+        number=number,
+        token_ids=tuple(token_ids),
+        n=config.samples_per_prompt,
+        sampling=sampling,
+        reward=reward_spec(config, item.reward),
+        prompt_id=item.prompt_id or "",
+        metadata=item.metadata,
+    )
+
+
+def checked_number(config: RunConfig, number: int | None) -> int:
+    """Raises: Problem prompt-number."""
+    last = config.num_steps * config.prompts_per_step - 1
+    if number is None or number > last:
+        raise field_problem(
+            "prompt-number", "number", f"got {number}; under a fixed lag a number from 0 to {last} is needed"
+        )
+    return number
+
+
+def check_distribution(config: RunConfig, sampling: SamplingParams) -> None:
+    """Raises: Problem sampling-refused where the trainer does not compute the probabilities of this distribution."""
     if sampling.temperature != config.temperature:
-        raise _field(
+        raise field_problem(
             "sampling-refused",
             "sampling/temperature",
             f"got {sampling.temperature}; every training rollout has the run's temperature {config.temperature}",
         )
     if sampling.is_truncated:
-        raise _field(
+        raise field_problem(
             "sampling-refused",
             "sampling",
             "top_p, top_k and min_p must be off: the trainer could not reproduce a truncated distribution",
         )
-    token_ids = tokenizer.encode(item)
-    check_sampling(tokenizer, config, len(token_ids), sampling)
-    return PromptItem(
-        number=item.number,
-        token_ids=tuple(token_ids),
-        n=config.samples_per_prompt,
-        sampling=sampling,
-        reward=_reward(config, item.reward),
-        prompt_id=item.prompt_id or "",
-        metadata=item.metadata,
-    )
 
 
 def eval_item(
@@ -128,21 +161,23 @@ def eval_item(
 def check_sampling(tokenizer: Tokenizer, config: RunConfig, num_prompt_tokens: int, sampling: SamplingParams) -> None:
     """Raises: Problem prompt-too-long, token-out-of-range, model-unavailable."""
     if num_prompt_tokens + sampling.max_tokens > config.max_model_len:
-        raise _field(
+        raise field_problem(
             "prompt-too-long",
             "sampling/max_tokens",
             f"{num_prompt_tokens} prompt tokens and max_tokens {sampling.max_tokens} exceed the run's max_model_len "
             f"{config.max_model_len}",
         )
     if any(t >= tokenizer.vocab_size for t in sampling.stop_token_ids):
-        raise _field(
+        raise field_problem(
             "token-out-of-range", "sampling/stop_token_ids", f"{tokenizer.model} has {tokenizer.vocab_size} token ids"
         )
     if sampling.stop and not tokenizer.has_text:
-        raise _field("model-unavailable", "sampling/stop", f"{tokenizer.model} has no tokenizer; use stop_token_ids")
+        raise field_problem(
+            "model-unavailable", "sampling/stop", f"{tokenizer.model} has no tokenizer; use stop_token_ids"
+        )
 
 
-def _reward(config: RunConfig, reward: schemas.RewardSource) -> RewardSpec:
+def reward_spec(config: RunConfig, reward: schemas.RewardSource) -> RewardSpec:
     try:
         return RewardSpec(
             mode=reward.mode,
@@ -151,15 +186,15 @@ def _reward(config: RunConfig, reward: schemas.RewardSource) -> RewardSpec:
             answer=reward.answer,
         )
     except ValueError as error:
-        raise _field("invalid-request", "reward", str(error)) from error
+        raise field_problem("invalid-request", "reward", str(error)) from error
 
 
-def _field(code: str, pointer: str, detail: str) -> Problem:
+def field_problem(code: str, pointer: str, detail: str) -> Problem:
     return Problem(code, detail, errors=[FieldError(pointer=f"/{pointer}", detail=detail)])
 
 
 def _refused(
-    index: int, item: schemas.PromptItem | schemas.Refused, problem: Problem, document: Document
+    index: int, item: schemas.PromptItem | SampledGroup | schemas.Refused, problem: Problem, document: Document
 ) -> answers.PromptResult:
     number, prompt_id = (None, None) if isinstance(item, schemas.Refused) else (item.number, item.prompt_id)
     return answers.PromptResult(

@@ -49,6 +49,7 @@ async def metrics(gateway: Gateway, run: str) -> answers.Metrics:
         step=record.step,
         durable_step=record.durable_step,
         accepted=counts.accepted,
+        ingested=counts.ingested,
         trained=counts.trained,
         dropped=dict(counts.dropped),
         live=counts.live,

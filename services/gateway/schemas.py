@@ -144,7 +144,8 @@ class Refused(BaseModel):
     errors: list[FieldError]
 
 
-def _or_refused(value: Any, handler: Any) -> Any:
+def or_refused(value: Any, handler: Any) -> Any:
+    """Wraps the validator of an item: one that is not valid becomes `Refused`."""
     try:
         return handler(value)
     except ValidationError as error:
@@ -152,7 +153,7 @@ def _or_refused(value: Any, handler: Any) -> Any:
 
 
 class PromptBatch(Body):
-    items: list[Annotated[PromptItem, WrapValidator(_or_refused)]] = Field(min_length=1)
+    items: list[Annotated[PromptItem, WrapValidator(or_refused)]] = Field(min_length=1)
 
 
 class RewardBody(Body):
@@ -168,7 +169,7 @@ class RewardItem(RewardBody):
 
 
 class RewardBatch(Body):
-    items: list[Annotated[RewardItem, WrapValidator(_or_refused)]] = Field(min_length=1)
+    items: list[Annotated[RewardItem, WrapValidator(or_refused)]] = Field(min_length=1)
 
 
 class Reason(Body):

@@ -43,6 +43,7 @@ def summary_fields(record: records.TrajectoryRecord) -> dict[str, Any]:
         "deadline": record.deadline,
         "timestamps": dict(record.timestamps),
         "metadata": dict(record.metadata),
+        "sampler": record.sampler or None,
     }
 
 
@@ -61,7 +62,7 @@ def trajectory(record: records.TrajectoryRecord, tokenizer: Tokenizer, *, decima
         return answers.Trajectory(**fields)
     return answers.Trajectory(
         **fields,
-        seed=t.seed,
+        seed=None if t.sampler else t.seed,
         sampling=answers.SamplingView(
             **asdict(t.sampling) | {"stop": list(t.sampling.stop), "stop_token_ids": list(t.sampling.stop_token_ids)}
         ),
@@ -69,7 +70,7 @@ def trajectory(record: records.TrajectoryRecord, tokenizer: Tokenizer, *, decima
         num_prompt_tokens=t.num_prompt_tokens,
         logprobs=t.logprobs.astype("float64").tolist() if decimals else None,
         logprobs_f32=float32_bytes(t.logprobs),
-        top1=t.top1.tolist(),
+        top1=None if len(t.top1) and t.top1.min() < 0 else t.top1.tolist(),
         loss_mask=t.loss_mask.tolist(),
         spans=[answers.SpanView(**asdict(s)) for s in t.spans],
         finish_reason=t.finish_reason.value,

@@ -31,6 +31,12 @@ REWARD_LATE = Metric(
     "timzero_reward_late_total", "counter", "Rewards refused because the trajectory was sealed", ("run",)
 )
 GATE_CLOSED = Metric("timzero_admission_gate_closed_total", "counter", "Prompts refused with 429", ("run",))
+TRAJECTORIES_INGESTED = Metric(
+    "timzero_trajectories_ingested_total", "counter", "Of those accepted, trajectories sampled elsewhere", ("run",)
+)
+INGEST_REFUSED = Metric(
+    "timzero_ingest_refused_total", "counter", "Groups sampled elsewhere that were refused", ("run", "reason")
+)
 HTTP_REQUESTS = Metric("timzero_http_requests_total", "counter", "HTTP requests", ("route", "method", "status"))
 HTTP_SECONDS = Metric("timzero_http_request_seconds", "histogram", "HTTP request time", ("route",))
 DISPATCHED_GROUPS = Metric("timzero_dispatched_groups_total", "counter", "Groups sent to a replica", ("run",))

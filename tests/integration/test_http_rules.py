@@ -136,7 +136,8 @@ def test_client_that_leaves_in_mid_body_does_no_harm(small: HttpGateway) -> None
 # keys
 
 
-KEYS = {"writer": "prompts:write", "grader": "rewards:write", "reader": "trajectories:read", "root": "admin"}
+KEYS = {"writer": "prompts:write", "grader": "rewards:write", "reader": "trajectories:read",
+        "sampler": "trajectories:write", "root": "admin"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,7 @@ SCOPED = [
     ("POST", "/v1/chat/completions", "prompts:write"),
     ("PUT", "/v1/runs/x/trajectories/y/rewards/z", "rewards:write"),
     ("POST", "/v1/runs/x/rewards:batch", "rewards:write"),
+    ("POST", "/v1/runs/x/trajectories", "trajectories:write"),
     ("GET", "/v1/runs", "trajectories:read"),
     ("GET", "/v1/runs/x/trajectories/stream", "trajectories:read"),
     ("GET", "/v1/models", "trajectories:read"),

@@ -27,7 +27,7 @@ def test_key_is_found_among_others_with_its_scopes() -> None:
     keyring = Keyring([entry("a", "ka", "admin"), entry("b", "kb", "prompts:write", "rewards:write")])
     found = keyring.authenticate("Bearer kb")
     assert found.name == "b"
-    assert [found.allows(s) for s in SCOPES] == [True, True, False, False]
+    assert [found.allows(s) for s in SCOPES] == [True, True, False, False, False]
     assert all(keyring.authenticate("bearer ka").allows(s) for s in SCOPES)
 
 
