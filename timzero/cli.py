@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import httpx
@@ -35,7 +35,7 @@ Overrides = Annotated[
 ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """Known errors as one line and an exit code; anything else is a fault of this program and keeps its traceback."""
     from timzero.model import ModelError
@@ -82,12 +82,17 @@ def up(
     words = [f"replicas={replicas}", f"trainer_world_size={world_size}", *(overrides or [])]
     with _errors():
         table = load(LocalTable, service="up", overrides=words)
-        try:
-            with stack_of(table, directory, port=port, announce=console.print) as stack:
-                console.print(f"services are up; API at {stack.base_url}, logs in {stack.run_dir / 'logs'}")
-                show_until(stack, console, threading.Event())
-        except KeyboardInterrupt:
-            console.print("stopped")
+        # An exception of a signal can get lost in a destructor or a library's callback; what is put here can't.
+        stop: SimpleQueue[int] = SimpleQueue()
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            stack_of(table, directory, port=port, announce=console.print) as stack,
+        ):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda received, _: stop.put(received))
+            console.print(f"services are up; API at {stack.base_url}, logs in {stack.run_dir / 'logs'}")
+            show_until(stack, console, stop)
+        console.print("stopped")
 
 
 @app.command()

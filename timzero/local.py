@@ -9,8 +9,6 @@ Everything that must survive lies in the run directory: a stack started on it ag
 
 from __future__ import annotations
 
-import random
-import socket
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.config import EXIT_CONFIG
 from shared.process import EXIT_REFUSED
 from shared.wire.embedded import EmbeddedValkey
+from shared.wire.ports import HeldPort
 from shared.wire.rpc import channel
 from timzero.job import LocalTable
 from timzero.supervisor import Process, ProcessState, Spec, SupervisionError
@@ -65,12 +64,12 @@ class LocalStack:
         self._env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self._threads = threads
         self._overrides = {"gateway": gateway, "rollout": rollout, "trainer": trainer, "weight_sync": weight_sync}
-        self._ports = _Ports()
+        self._ports: list[HeldPort] = []
         self._processes: dict[str, Process] = {}
         self._lock = threading.Lock()
-        self.valkey = EmbeddedValkey(self.run_dir / "valkey", port=self._ports.pick())
-        self.gateway_port = port or self._ports.pick()
-        self.weight_sync_address = f"{HOST}:{self._ports.pick()}"
+        self.valkey = EmbeddedValkey(self.run_dir / "valkey")
+        self.gateway_port = port or self._pick_port()
+        self.weight_sync_address = f"{HOST}:{self._pick_port()}"
         self._add(
             Spec(
                 name="valkey",
@@ -152,6 +151,10 @@ class LocalStack:
         self._processes["valkey"].terminate()
         self._processes["valkey"].join(STOP_DEADLINE_S)
 
+    def _pick_port(self) -> int:
+        self._ports.append(HeldPort())
+        return self._ports[-1].port
+
     def _add(self, spec: Spec) -> Process:
         process = Process(spec, self.run_dir / "logs" / f"{spec.name}.log", self._announce)
         self._processes[spec.name] = process
@@ -181,7 +184,7 @@ class LocalStack:
         return self._service("weight_sync", "weight_sync", port, keys, is_ready=_answers_health(port))
 
     def _trainer_spec(self, world_size: int) -> Spec:
-        port = self._ports.pick()
+        port = self._pick_port()
         keys = {
             "port": port,
             "redis_url": self.valkey_url,
@@ -197,7 +200,7 @@ class LocalStack:
         return self._service("trainer", "trainer", port, keys, is_ready=_answers_health(port), prefix=prefix)
 
     def _rollout_spec(self, name: str) -> Spec:
-        port = self._ports.pick()
+        port = self._pick_port()
         keys = {"replica": name, "port": port, "weight_sync": self.weight_sync_address, "threads": self._threads}
         return self._service("rollout", name, port, keys, is_ready=_answers_health(port))
 
@@ -243,28 +246,6 @@ def _answers_health(port: int) -> Callable[[float], bool]:
             return True
 
     return is_ready
-
-
-class _Ports:
-    """Free ports below the range that outgoing connections take, so that a service finds its own again after a restart."""
-
-    def __init__(self) -> None:
-        self._taken: set[int] = set()
-
-    def pick(self) -> int:
-        for _ in range(1000):
-            port = random.randrange(20_000, 32_000)
-            if port in self._taken:
-                continue
-            with socket.socket() as s:
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    s.bind((HOST, port))
-                except OSError:
-                    continue
-            self._taken.add(port)
-            return port
-        raise OSError("no free port between 20000 and 32000 on 127.0.0.1")
 
 
 def _word(value: Any) -> str:

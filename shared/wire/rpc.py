@@ -23,6 +23,8 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # A peer that restarts is found again within seconds; the default grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Otherwise a new channel to a peer that just came back inherits the pause of an older one that found it away.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from shared.wire.pb import rollout_pb2, rollout_pb2_grpc
 from shared.wire.rpc import channel
+from tests.deadline import DEADLINE_S
 from timzero import model
 from timzero.client import Client
 from timzero.job import load_job
@@ -41,7 +42,7 @@ def status(process):
     """The engine's own counters."""
     with channel(process.spec.address) as connection:
         stub = rollout_pb2_grpc.RolloutEngineStub(connection)
-        return stub.Status(rollout_pb2.StatusRequest(), timeout=30, wait_for_ready=True)
+        return stub.Status(rollout_pb2.StatusRequest(), timeout=DEADLINE_S, wait_for_ready=True)
 
 
 def train(directory, tiny, *, num_replicas=1, rollout=None, during=lambda stack: None, seed=0):
@@ -51,7 +52,7 @@ def train(directory, tiny, *, num_replicas=1, rollout=None, during=lambda stack:
         disturber = threading.Thread(target=during, args=(stack,), daemon=True)
         disturber.start()
         outcome = Driver(client, job, Quiet(), check=stack.check).drive()
-        disturber.join(60)
+        disturber.join(DEADLINE_S)
         assert not disturber.is_alive()
         counters = [status(stack[f"rollout-{i}"]) for i in range(num_replicas)]
         data = collect(client, job.run.run)
@@ -89,7 +90,7 @@ def test_three_replicas_with_a_narrow_cache_and_one_killed_in_mid_generation_giv
             found = status(victim)
             if found.num_running and found.num_sampled_tokens >= 4:
                 break
-        victim.wait_restarted(victim.kill(signal.SIGKILL), 60)
+        victim.wait_restarted(victim.kill(signal.SIGKILL), DEADLINE_S)
 
     outcome, counters, data = train(
         tmp_path, tiny, num_replicas=3, rollout={**NARROW, "max_chunk_tokens": 1}, during=kill_in_mid_generation

@@ -19,6 +19,7 @@ from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.pb import rollout_pb2_grpc as pb_grpc
 from shared.wire.pb import weight_sync_pb2 as ws
 from shared.wire.pb import weight_sync_pb2_grpc as ws_grpc
+from shared.wire.ports import HeldPort
 from shared.wire.types import float32_bytes, int32_array, int32_bytes
 
 
@@ -176,15 +177,15 @@ class WeightSync(ws_grpc.WeightSyncServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: Engine | WeightSync, address: str = "127.0.0.1:0") -> AsyncIterator[grpc.aio.Server]:
-    """Serves until the block ends; an engine learns its address, a WeightSync gets an attribute `address`."""
+async def serving(servicer: Engine | WeightSync, held_port: HeldPort | None = None) -> AsyncIterator[grpc.aio.Server]:
+    """Serves until the block ends, at a port that is held so that a successor can have it; the servicer learns its address."""
     server, _ = rpc.aio_server()
     if isinstance(servicer, Engine):
         pb_grpc.add_RolloutEngineServicer_to_server(servicer, server)
     else:
         ws_grpc.add_WeightSyncServicer_to_server(servicer, server)
-    port = rpc.bind(server, address)
-    servicer.address = f"127.0.0.1:{port}"
+    servicer.held_port = held_port or HeldPort()
+    servicer.address = f"127.0.0.1:{rpc.bind(server, f'127.0.0.1:{servicer.held_port.port}')}"
     await server.start()
     try:
         yield server

@@ -17,6 +17,7 @@ import redis
 import structlog
 
 from shared.wire.embedded import EmbeddedValkey
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, run_config, weight_sync, write_model
 from timzero.client import Client
 
@@ -57,20 +58,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gateway(valkey_url: str, weight_sync_address: str) -> Iterator[HttpGateway]:
     with HttpGateway(
-        valkey_url, weight_sync_address, gate_retry_s=1, heartbeat_s=0.2, completion_timeout_s=10
+        valkey_url, weight_sync_address, gate_retry_s=1, heartbeat_s=0.2, completion_timeout_s=DEADLINE_S
     ) as server:
         yield server
 
 
 @pytest.fixture
 def http(gateway: HttpGateway) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=20) as client:
+    with httpx.Client(base_url=gateway.url, timeout=DEADLINE_S) as client:
         yield client
 
 
 @pytest.fixture
 def client(gateway: HttpGateway) -> Iterator[Client]:
-    with Client(gateway.url, timeout_s=20) as client:
+    with Client(gateway.url, timeout_s=DEADLINE_S) as client:
         yield client
 
 

@@ -37,10 +37,10 @@ from shared.wire.store import RunStore
 from shared.wire.tensors import RawTensor, build_manifest
 from shared.wire.types import FinishReason, Kv, Span, SpanKind, Trajectory
 from shared.wire.weights import Publisher
+from tests.deadline import DEADLINE_S
 from timzero.model import tiny
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
 
 
 def write_model(directory: Path) -> Path:
@@ -105,7 +105,6 @@ class HttpGateway:
     def __init__(self, valkey_url: str, weight_sync_address: str, **config: Any) -> None:
         self.config = GatewayConfig(valkey=valkey_url, weight_sync=weight_sync_address, port=0, **config)
         self.replicas: dict[str, int] = {}
-        self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -127,7 +126,7 @@ class HttpGateway:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.call(self.gateway.feeds.close())
-            self._server.should_exit = True
+            self.server.should_exit = True
             self._thread.join(DEADLINE_S)
             assert not self._thread.is_alive(), "the server did not stop"
 
@@ -141,7 +140,8 @@ class HttpGateway:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            # Cancels what libraries left running in the loop, as a process of its own does.
+            asyncio.run(self._serve())
         except BaseException as error:
             self._failure = error
             raise
@@ -149,7 +149,7 @@ class HttpGateway:
             self._started.set()
 
     async def _serve(self) -> None:
-        config = self.config
+        config, self._loop = self.config, asyncio.get_running_loop()
         self.store = await RunStore.connect(config.valkey, retries=4)
         self.lifecycle = Lifecycle(self.store)
         channel = rpc.aio_channel(config.weight_sync)
@@ -166,10 +166,8 @@ class HttpGateway:
         listener = listen(config.host, 0)
         self.port = listener.getsockname()[1]
         application = create_app(self.gateway)
-        self._server = HttpServer(
-            uvicorn.Config(application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
-        )
-        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self.server = HttpServer(uvicorn.Config(application, log_config=None, access_log=False, lifespan="off"))
+        serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         # The socket listens already: a request that comes before uvicorn accepts waits in the backlog.
         self._started.set()
         await serving

@@ -21,8 +21,7 @@ from shared.wire.pb.rollout_pb2_grpc import RolloutEngineStub
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncServicer, add_WeightSyncServicer_to_server
 from shared.wire.tensors import RawTensor, chunks
 from shared.wire.types import float32_array, int32_array, int32_bytes
-
-DEADLINE_S = 60
+from tests.deadline import DEADLINE_S
 
 
 class Peer(WeightSyncServicer):
@@ -75,7 +74,7 @@ def weight_sync_peer() -> Iterator[tuple[Peer, str]]:
     try:
         yield peer, f"127.0.0.1:{port}"
     finally:
-        server.stop(0).wait(5)
+        server.stop(0).wait(DEADLINE_S)
 
 
 class Service:

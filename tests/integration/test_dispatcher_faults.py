@@ -15,6 +15,7 @@ from shared.metrics.server import value
 from shared.wire.lifecycle import Lifecycle
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.run import RunState
+from tests.deadline import DEADLINE_S
 from tests.integration.dispatcher_testing import assert_exact, is_state, rig
 from tests.integration.fleet_testing import Engine, WeightSync, serving, version
 from tests.integration.wire_testing import (
@@ -129,7 +130,7 @@ def test_a_group_that_stands_in_line_at_a_busy_replica_is_waited_for(url):
             (engine,) = r.engines
             engine.hold_at, engine.is_busy = 0, True
             await r.store.accept_prompts("r", [prompt(0)])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_S):
                 await engine.asked.wait()
             engine.go.set()
             await r.states(awaiting_reward=2)
@@ -211,7 +212,7 @@ def test_a_restarted_weight_sync_is_told_again_what_is_needed(url):
             successor = WeightSync()
             successor.engines, successor.versions = r.sync.engines, r.sync.versions
             r.engines[0].version, r.engines[0].state = version(9), "ready"
-            await r.stack.enter_async_context(serving(successor, r.sync.address))
+            await r.stack.enter_async_context(serving(successor, r.sync.held_port))
             await successor.change()
             await r.store.accept_prompts("r", [prompt(1)])
             await r.states(awaiting_reward=4)
@@ -232,7 +233,7 @@ def test_generation_goes_on_through_a_power_cut_of_valkey(tmp_path):
                 synced = log.stat().st_size
                 await engine.held.wait()
                 server.process.kill()
-                server.process.wait(10)
+                server.process.wait(DEADLINE_S)
                 # The prompts were acknowledged; that they are being generated was not synced yet.
                 os.truncate(log, synced)
                 server.start()

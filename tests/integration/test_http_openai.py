@@ -14,6 +14,7 @@ import pytest
 
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.types import FinishReason, float32_bytes, int32_bytes
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, publish
 from timzero.client import Client
 
@@ -40,11 +41,11 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join(20)
+        self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
 
     def _sample(self) -> None:
-        for event in self._client.stream_events(self._run, deadline_s=20, types=["evaluation.accepted"]):
+        for event in self._client.stream_events(self._run, deadline_s=DEADLINE_S, types=["evaluation.accepted"]):
             record = self._gateway.call(
                 self._gateway.store.get_eval(self._run, int(event.group_id.rpartition(".e")[2]))
             )
@@ -212,7 +213,7 @@ def test_completion_that_takes_too_long_says_so(
 ) -> None:
     with (
         HttpGateway(valkey_url, weight_sync_address, completion_timeout_s=0.3) as gateway,
-        httpx.Client(base_url=gateway.url, timeout=10) as http,
+        httpx.Client(base_url=gateway.url, timeout=DEADLINE_S) as http,
     ):
         answer = http.post("/v1/completions", json={"model": run, "prompt": "1"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline-exceeded")

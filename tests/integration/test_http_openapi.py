@@ -18,6 +18,7 @@ from schemathesis import checks
 
 from services.gateway import app, openai
 from services.gateway.problems import CODES
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, publish, run_config
 from timzero.client import Client
 
@@ -92,7 +93,7 @@ def test_no_answer_is_a_fault_or_undocumented(
     )
     def check(case: schemathesis.Case) -> None:
         aim(case, busy[1])
-        case.call_and_validate(checks=CHECKS, timeout=20)
+        case.call_and_validate(checks=CHECKS, timeout=DEADLINE_S)
 
     check()
 
@@ -115,7 +116,7 @@ def aim(case: schemathesis.Case, run: str) -> None:
 
 
 def test_document_describes_every_route_and_problem(busy: tuple[HttpGateway, str]) -> None:
-    document = httpx.get(f"{busy[0].url}/openapi.json").json()
+    document = httpx.get(f"{busy[0].url}/openapi.json", timeout=DEADLINE_S).json()
     assert document["openapi"].startswith("3.1")
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -138,7 +139,7 @@ def test_document_describes_every_route_and_problem(busy: tuple[HttpGateway, str
 
 def test_documentation_names_every_route_and_code(busy: tuple[HttpGateway, str]) -> None:
     text = DOCS.read_text()
-    document = httpx.get(f"{busy[0].url}/openapi.json").json()
+    document = httpx.get(f"{busy[0].url}/openapi.json", timeout=DEADLINE_S).json()
     for path in document["paths"]:
         assert f"`{path}`" in text, path
     for code, (status, *_) in CODES.items():

@@ -25,7 +25,8 @@ from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.probe import is_serving
 from shared.wire.queue import TrainQueue
 from shared.wire.types import float32_bytes, int32_bytes
-from tests.integration.gateway_harness import DEADLINE_S, publish, ready_line, run_config
+from tests.deadline import DEADLINE_S
+from tests.integration.gateway_harness import publish, ready_line, run_config
 from tests.integration.weight_sync_testing import Peer
 from timzero.client import Client
 
@@ -117,7 +118,7 @@ def url_of(ready: dict[str, Any]) -> str:
 
 def wait_for(client: Client, run: str, event_type: str, count: int) -> None:
     seen = 0
-    for event in client.stream_events(run, deadline_s=40):
+    for event in client.stream_events(run, deadline_s=DEADLINE_S):
         seen += event.type == event_type
         if seen == count:
             return
@@ -165,9 +166,9 @@ def test_from_a_prompt_to_the_training_queue_and_out(
         assert next(client.trajectories(run, full=True))["text"] == "0 1 2"
 
         evaluation = client.create_eval(run, [{"prompt": "sort"}], sampling={"max_tokens": 2}, version=0)
-        done = client.wait_eval(run, evaluation["eval_id"], deadline_s=40)
+        done = client.wait_eval(run, evaluation["eval_id"], deadline_s=DEADLINE_S)
         assert done["items"][0]["samples"][0]["text"] == "0 1"
-        exported = httpx.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics").text
+        exported = httpx.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=DEADLINE_S).text
         assert f'timzero_trajectories_accepted_total{{run="{run}"}} 4.0' in exported
         assert 'timzero_http_requests_total{method="POST",route="/v1/runs/{run}/prompts",status="202"}' in exported
         client.stop(run)
@@ -185,7 +186,7 @@ def test_streamed_completion_follows_the_replica(
         client.create_run(config)
         publish(weight_sync_address, config, 0)
         body = {"model": run, "prompt": "sort", "max_tokens": 8, "stream": True}
-        with httpx.stream("POST", f"{url_of(ready)}/v1/completions", json=body, timeout=40) as response:
+        with httpx.stream("POST", f"{url_of(ready)}/v1/completions", json=body, timeout=DEADLINE_S) as response:
             data = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
         choices = [json.loads(d)["choices"][0] for d in data[:-1]]
@@ -218,13 +219,13 @@ def test_killed_gateway_takes_up_what_it_had_accepted(
 
 def test_sigterm_closes_open_streams_and_exits_with_0(valkey_url: str, weight_sync_address: str, run: str) -> None:
     words = ("port=0", f"valkey={valkey_url}", f"weight_sync={weight_sync_address}", "drain_s=3")
-    with gateway(*words) as (process, ready), httpx.Client(base_url=url_of(ready), timeout=20) as http:
+    with gateway(*words) as (process, ready), httpx.Client(base_url=url_of(ready), timeout=DEADLINE_S) as http:
         with http.stream("GET", f"/v1/runs/{run}/trajectories/stream") as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             list(lines)
-        assert process.wait(10) == 0
+        assert process.wait(DEADLINE_S) == 0
         with pytest.raises(httpx.ConnectError):
             http.get("/healthz")
 
@@ -259,7 +260,9 @@ def test_shell_examples_of_the_documentation_work(valkey_url: str, weight_sync_a
     ):
         prelude = f"set -e; URL={url_of(ready)}; AUTH='Authorization: Bearer '\n"
         prelude += 'curl() { command curl --fail-with-body "$@"; echo; }'
-        done = subprocess.run(["bash", "-c", prelude + script], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["bash", "-c", prelude + script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert "event: trajectory.awaiting_reward" in done.stdout
@@ -310,7 +313,12 @@ def test_made_key_opens_a_gateway_on_every_interface(tmp_path: Path, valkey_url:
         f"weight_sync={weight_sync_address}",
     )
     with gateway(*words) as (_, ready):
-        assert httpx.get(f"{url_of(ready)}/v1/runs").status_code == 401
-        assert httpx.get(f"{url_of(ready)}/v1/runs", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert httpx.get(f"{url_of(ready)}/v1/runs", timeout=DEADLINE_S).status_code == 401
+        assert (
+            httpx.get(
+                f"{url_of(ready)}/v1/runs", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S
+            ).status_code
+            == 200
+        )
         with Client(url_of(ready), api_key=key) as client:
             list(client.runs())

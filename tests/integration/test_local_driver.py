@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
 from timzero import model
 from timzero.client import ApiError, Client
 from timzero.job import Job, load_job
@@ -102,7 +103,7 @@ def test_a_run_paused_for_missing_rewards_is_served_and_resumed(client, job):
     driver = Driver(client, job, Quiet())
     driver._join()
     client.post_prompts(name, [driver._item(n) for n in range(2)])
-    paused = (e for e in client.stream_events(name, deadline_s=60) if e.type == "run.paused")
+    paused = (e for e in client.stream_events(name, deadline_s=DEADLINE_S) if e.type == "run.paused")
     assert next(paused, None) is not None
     assert client.get_run(name)["reason"] == "missing_reward"
     display = Quiet()
@@ -122,10 +123,10 @@ def test_a_run_paused_by_an_operator_is_waited_for(client, job):
     driver = Driver(client, job, Display())
     driver._join()
     client.pause(name)
-    thread = threading.Thread(target=lambda: noted.wait(60) and client.resume(name))
+    thread = threading.Thread(target=lambda: noted.wait(DEADLINE_S) and client.resume(name))
     thread.start()
     assert driver.drive().problems == []
-    thread.join(10)
+    thread.join(DEADLINE_S)
 
 
 def test_a_run_stopped_by_an_operator_ends_the_driver(client, job):
@@ -173,7 +174,7 @@ def test_a_driver_gives_up_when_nothing_happens(client, job, stack):
 
 def timzero(stack, *words):
     command = [sys.executable, "-m", "timzero.cli", *words, "--url", stack.base_url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def test_submit_watch_and_report_work_on_a_run(client, job, stack, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.process import EXIT_REFUSED
+from tests.deadline import DEADLINE_S
 from timzero import model
 from timzero.client import Client
 from timzero.job import load_job
@@ -90,7 +91,7 @@ def test_killing_every_service_in_turn_changes_no_bit(undisturbed, job, tmp_path
 
         outcome = Driver(client, job, Recorder(kill), check=stack.check).drive()
         for step, generation in killed.items():
-            stack[victims[step]].wait_restarted(generation, 60)
+            stack[victims[step]].wait_restarted(generation, DEADLINE_S)
     assert len(killed) == len(victims)
     assert outcome.problems == []
     assert outcome.digest == undisturbed[0].digest
@@ -109,7 +110,7 @@ def test_a_killed_driver_is_started_again_and_goes_on(undisturbed, job, tmp_path
                 if "step 2/6" in line:
                     driver.kill()
                     break
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-5:]
     assert last[0].startswith("evaluation accuracy: ")
@@ -149,7 +150,7 @@ def test_ctrl_c_stops_everything_in_bounded_time(tmp_path):
         line = up.stdout.readline()
         assert "services are up; API at http://127.0.0.1:" in line
         up.send_signal(signal.SIGINT)
-        timer = threading.Timer(30, up.kill)
+        timer = threading.Timer(DEADLINE_S, up.kill)
         timer.start()
         rest = up.stdout.read()
         timer.cancel()

@@ -19,22 +19,21 @@ import pytest
 
 from shared.wire.embedded import EmbeddedValkey
 from shared.wire.probe import is_serving
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S = 90.0
-STOP_S = 20.0
 
 
 @contextmanager
 def running(
     service: str, *words: str, environ: dict[str, str], cwd: Path
 ) -> Iterator[tuple[subprocess.Popen[str], dict]]:
-    """The process and its `ready` line. Killed when the block ends, or when nothing was said for READY_S."""
+    """The process and its `ready` line. Killed when the block ends, or when nothing was said for DEADLINE_S."""
     environ = environ | {"PYTHONPATH": environ.get("PYTHONPATH", str(ROOT))}
     command = [sys.executable, "-m", f"services.{service}", "metrics_port=0", *words]
     process = subprocess.Popen(command, env=environ, cwd=cwd, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    watchdog = threading.Timer(READY_S, process.kill)
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
     watchdog.start()
     try:
         said = []
@@ -44,7 +43,7 @@ def running(
             if record.get("event") == "ready":
                 break
         else:
-            raise AssertionError(f"{service} ended with {process.wait(STOP_S)}:\n{''.join(said)}")
+            raise AssertionError(f"{service} ended with {process.wait(DEADLINE_S)}:\n{''.join(said)}")
         assert all(line.startswith("{") for line in said), f"a line that is not JSON:\n{''.join(said)}"
         watchdog.cancel()
         # Somebody has to read what it goes on saying, or it blocks on a full pipe.
@@ -53,16 +52,16 @@ def running(
     finally:
         watchdog.cancel()
         process.kill()
-        process.wait(STOP_S)
+        process.wait(DEADLINE_S)
 
 
 def check_life(process: subprocess.Popen[str], health_port: int, metrics_port: int) -> None:
     """Healthy, with metrics, and gone after SIGTERM."""
-    assert is_serving(f"127.0.0.1:{health_port}", timeout_s=20) == (True, "SERVING")
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as answer:
+    assert is_serving(f"127.0.0.1:{health_port}", timeout_s=DEADLINE_S) == (True, "SERVING")
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=DEADLINE_S) as answer:
         assert b"process_cpu_seconds_total" in answer.read()
     process.terminate()
-    assert process.wait(STOP_S) == 0
+    assert process.wait(DEADLINE_S) == 0
     assert is_serving(f"127.0.0.1:{health_port}", timeout_s=5)[0] is False
 
 
@@ -94,7 +93,7 @@ def test_the_gateway_lives_and_dies_without_torch(
     words = ("port=0", f"valkey={valkey.url}", f"weight_sync={weight_sync}")
     with running("gateway", *words, environ=torch_free_environ, cwd=tmp_path) as (process, ready):
         for path in ("healthz", "readyz", "openapi.json"):
-            with urllib.request.urlopen(f"http://127.0.0.1:{ready['port']}/{path}", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ready['port']}/{path}", timeout=DEADLINE_S) as answer:
                 assert answer.status == 200
         check_life(process, ready["health_port"], ready["metrics_port"])
 

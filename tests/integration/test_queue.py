@@ -15,9 +15,10 @@ from shared.wire import archive
 from shared.wire.codec import CodecError, encode_group
 from shared.wire.lifecycle import Closed, Lifecycle
 from shared.wire.queue import TrainQueue
-from shared.wire.records import Fenced, IllegalTransition, RunOver
+from shared.wire.records import Fenced, IllegalTransition, RunOver, RunRecord
 from shared.wire.run import RunState
 from shared.wire.types import Group, State
+from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import (
     checked_counts,
     fill,
@@ -83,12 +84,12 @@ def test_batches_are_leased_whole_and_in_number_order_whatever_order_they_came_i
 
     with_store(url, act)
     epoch = queue.take_over("r", next_step=0)
-    first = queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    first = queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
     assert numbers(first) == [0, 1]
     assert [[t.sample_index for t in g.trajectories] for g in first] == [[0, 1], [0, 1]]
     assert [[t.reward for t in g.trajectories] for g in first] == [[0.0, 1.0], [0.0, 1.0]]
     assert counts(url).by_state == {State.LEASED: 4, State.QUEUED: 4}
-    assert numbers(queue.lease("r", 1, epoch=epoch, deadline_s=5)) == [2, 3]
+    assert numbers(queue.lease("r", 1, epoch=epoch, deadline_s=DEADLINE_S)) == [2, 3]
     assert with_store(url, lambda s: s.get_trajectory("r", "r.3.0")).step == 1
 
 
@@ -97,12 +98,12 @@ def test_an_incomplete_batch_is_not_leased_before_the_deadline_and_then_arrives(
     epoch = queue.take_over("r", next_step=0)
     begin = time.monotonic()
     assert queue.lease("r", 0, epoch=epoch, deadline_s=0.3) is None
-    assert 0.25 < time.monotonic() - begin < 2
+    assert 0.25 < time.monotonic() - begin < DEADLINE_S / 2
     assert counts(url).by_state == {State.QUEUED: 2}
     with ThreadPoolExecutor(1) as pool:
-        leasing = pool.submit(queue.lease, "r", 0, epoch=epoch, deadline_s=10)
+        leasing = pool.submit(queue.lease, "r", 0, epoch=epoch, deadline_s=DEADLINE_S)
         with_store(url, lambda store: fill(store, range(1, 2)))
-        assert numbers(leasing.result(5)) == [0, 1]
+        assert numbers(leasing.result(DEADLINE_S)) == [0, 1]
 
 
 def test_a_lease_waits_while_the_run_is_paused_and_ends_when_it_is_over(url, queue):
@@ -111,13 +112,13 @@ def test_a_lease_waits_while_the_run_is_paused_and_ends_when_it_is_over(url, que
     set_state(url, RunState.PAUSED)
     assert queue.lease("r", 0, epoch=epoch, deadline_s=0.2) is None
     with ThreadPoolExecutor(1) as pool:
-        leasing = pool.submit(queue.lease, "r", 0, epoch=epoch, deadline_s=10)
+        leasing = pool.submit(queue.lease, "r", 0, epoch=epoch, deadline_s=DEADLINE_S)
         set_state(url, RunState.RUNNING)
-        assert numbers(leasing.result(5)) == [0, 1]
-        waiting = pool.submit(queue.lease, "r", 3, epoch=epoch, deadline_s=10)
+        assert numbers(leasing.result(DEADLINE_S)) == [0, 1]
+        waiting = pool.submit(queue.lease, "r", 3, epoch=epoch, deadline_s=DEADLINE_S)
         set_state(url, RunState.STOPPED)
         with pytest.raises(RunOver, match="run r is stopped") as caught:
-            waiting.result(5)
+            waiting.result(DEADLINE_S)
     assert caught.value.state is RunState.STOPPED
 
 
@@ -125,7 +126,7 @@ def test_groups_are_acknowledged_and_deleted_only_when_a_checkpoint_covers_them(
     start_run(url, filled=range(4))
     epoch = queue.take_over("r", next_step=0)
     for step in range(2):
-        queue.lease("r", step, epoch=epoch, deadline_s=5)
+        queue.lease("r", step, epoch=epoch, deadline_s=DEADLINE_S)
         queue.record_step("r", step, {"loss": 0.5}, epoch=epoch)
     assert (counts(url).queue_depth, num_pending(url)) == (4, 4)
     assert queue.get_run("r").step == 2
@@ -144,22 +145,22 @@ def test_a_second_trainer_takes_over_what_was_pending_and_fences_the_first(url, 
     start_run(url, filled=range(6))
     old = queue.take_over("r", next_step=0)
     for step in range(2):
-        queue.lease("r", step, epoch=old, deadline_s=5)
+        queue.lease("r", step, epoch=old, deadline_s=DEADLINE_S)
     second = TrainQueue.connect(url, consumer=consumer)
     # The checkpoint holds step 0; step 1 was trained and lost.
     new = second.take_over("r", next_step=1)
     assert new == old + 1
     assert counts(url).by_state == {State.TRAINED: 4, State.LEASED: 4, State.QUEUED: 4}
     for call in (
-        lambda: queue.lease("r", 1, epoch=old, deadline_s=5),
+        lambda: queue.lease("r", 1, epoch=old, deadline_s=DEADLINE_S),
         lambda: queue.record_step("r", 1, {}, epoch=old),
         lambda: queue.commit_trained("r", durable_step=2, epoch=old),
         lambda: queue.set_state("r", RunState.FAILED, epoch=old),
     ):
         with pytest.raises(Fenced, match="This one must stop"):
             call()
-    assert numbers(second.lease("r", 1, epoch=new, deadline_s=5)) == [2, 3]
-    assert numbers(second.lease("r", 2, epoch=new, deadline_s=5)) == [4, 5]
+    assert numbers(second.lease("r", 1, epoch=new, deadline_s=DEADLINE_S)) == [2, 3]
+    assert numbers(second.lease("r", 2, epoch=new, deadline_s=DEADLINE_S)) == [4, 5]
     assert second.commit_trained("r", durable_step=3, epoch=new) == 8
     assert counts(url).trained == 12
     second.close()
@@ -186,19 +187,19 @@ def test_take_over_trains_whatever_the_checkpoint_covers_even_if_valkey_forgot_m
 def test_a_repeated_lease_of_the_same_process_gives_the_same_groups(url, queue):
     start_run(url, filled=range(2))
     epoch = queue.take_over("r", next_step=0)
-    first = queue.lease("r", 0, epoch=epoch, deadline_s=5)
-    second = queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    first = queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
+    second = queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
     assert [encode_group(g) for g in first] == [encode_group(g) for g in second]
 
 
 def test_a_lost_consumer_group_heals_and_nothing_is_leased_twice(url, queue):
     start_run(url, filled=range(4))
     epoch = queue.take_over("r", next_step=0)
-    queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
     redis.Redis.from_url(url).xgroup_destroy("tz:{r}:queue", "trainer")
     with_store(url, lambda store: fill(store, range(4, 6)))
-    assert numbers(queue.lease("r", 1, epoch=epoch, deadline_s=5)) == [2, 3]
-    assert numbers(queue.lease("r", 2, epoch=epoch, deadline_s=5)) == [4, 5]
+    assert numbers(queue.lease("r", 1, epoch=epoch, deadline_s=DEADLINE_S)) == [2, 3]
+    assert numbers(queue.lease("r", 2, epoch=epoch, deadline_s=DEADLINE_S)) == [4, 5]
     assert queue.commit_trained("r", durable_step=3, epoch=epoch) == 12
     assert (counts(url).queue_depth, num_pending(url)) == (0, 0)
 
@@ -212,16 +213,16 @@ def test_a_batch_is_leased_through_a_sigkill_of_valkey(tmp_path):
 
         def lease():
             started.set()
-            return queue.lease("r", 0, epoch=epoch, deadline_s=20)
+            return queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
 
         with ThreadPoolExecutor(1) as pool:
             leasing = pool.submit(lease)
-            started.wait(5)
+            started.wait(DEADLINE_S)
             server.process.kill()
-            server.process.wait(10)
+            server.process.wait(DEADLINE_S)
             server.start()
             with_store(server.url, lambda store: fill(store, range(1, 2)))
-            assert numbers(leasing.result(20)) == [0, 1]
+            assert numbers(leasing.result(DEADLINE_S)) == [0, 1]
         assert queue.commit_trained("r", durable_step=1, epoch=epoch) == 4
         assert counts(server.url).queue_depth == 0
         queue.close()
@@ -232,7 +233,7 @@ def test_after_valkey_lost_its_newest_second_the_trainer_still_trains_every_grou
     start_run(url, filled=range(2))
     epoch = queue.take_over("r", next_step=0)
     client = redis.Redis.from_url(url)
-    held = queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    held = queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
 
     async def forget(store):
         # What the append-only file would have held before the groups were closed.
@@ -257,7 +258,7 @@ def test_a_checkpoint_that_valkey_forgot_is_counted_again_and_opens_the_gate(url
     start_run(url, num_steps=12, checkpoint_interval=4, filled=range(8))
     epoch = queue.take_over("r", next_step=0)
     for step in range(4):
-        queue.lease("r", step, epoch=epoch, deadline_s=5)
+        queue.lease("r", step, epoch=epoch, deadline_s=DEADLINE_S)
     client = redis.Redis.from_url(url)
     saved = {key: client.dump(key) for key in client.keys("tz:{r}:*")}
     assert queue.commit_trained("r", durable_step=4, epoch=epoch) == 16
@@ -268,14 +269,14 @@ def test_a_checkpoint_that_valkey_forgot_is_counted_again_and_opens_the_gate(url
     after = counts(url)
     assert (after.trained, after.live, after.queue_depth) == (16, 0, 0)
     with_store(url, lambda store: fill(store, range(8, 16), config=run_config(num_steps=12, checkpoint_interval=4)))
-    assert numbers(queue.lease("r", 7, epoch=epoch, deadline_s=5)) == [14, 15]
+    assert numbers(queue.lease("r", 7, epoch=epoch, deadline_s=DEADLINE_S)) == [14, 15]
 
 
 def test_a_completed_run_has_trained_everything_even_if_valkey_forgot_the_last_checkpoint(url, queue):
     start_run(url, filled=range(8), checkpoint_interval=4)
     epoch = queue.take_over("r", next_step=0)
     for step in range(4):
-        queue.lease("r", step, epoch=epoch, deadline_s=5)
+        queue.lease("r", step, epoch=epoch, deadline_s=DEADLINE_S)
     # `commit_trained` was answered and lost.
     queue.set_state("r", RunState.COMPLETED, epoch=epoch)
     after = counts(url)
@@ -309,7 +310,7 @@ def test_an_epoch_that_a_power_cut_took_back_is_not_acted_under(tmp_path, monkey
             monkeypatch.undo()
             answer = call(*args)
             server.process.kill()
-            server.process.wait(10)
+            server.process.wait(DEADLINE_S)
             os.truncate(log, synced)
             server.start()
             return answer
@@ -335,7 +336,7 @@ def test_the_queue_is_bounded_and_takes_a_group_once(url, queue):
     assert with_store(url, act) is Closed.FULL
     redis.Redis.from_url(url).hset("tz:{r}:run", "durable_step", 0)
     epoch = queue.take_over("r", next_step=0)
-    queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
     queue.commit_trained("r", durable_step=1, epoch=epoch)
     assert with_store(url, lambda store: Lifecycle(store).close_group("r", 8))[0] is Closed.QUEUED
 
@@ -347,6 +348,15 @@ def poison_entry(url, number: int, data: bytes) -> None:
         assert answer == b"queued"
 
     with_store(url, act)
+
+
+def lease_until_paused(queue: TrainQueue, epoch: int) -> RunRecord:
+    deadline = time.monotonic() + DEADLINE_S
+    while queue.get_run("r").state is not RunState.PAUSED and time.monotonic() < deadline:
+        assert queue.lease("r", 0, epoch=epoch, deadline_s=0.2) is None
+    run = queue.get_run("r")
+    assert run.state is RunState.PAUSED
+    return run
 
 
 def group(number: int, *, step: int = 0, reward: float | None = 1.0) -> Group:
@@ -375,15 +385,14 @@ def test_an_unreadable_group_pauses_the_run_by_name_and_resuming_trains_without_
     with_store(url, act)
     poison_entry(url, 1, data)
     epoch = queue.take_over("r", next_step=0)
-    assert queue.lease("r", 0, epoch=epoch, deadline_s=0.2) is None
-    run = queue.get_run("r")
-    assert (run.state, run.reason) == (RunState.PAUSED, "poison")
+    run = lease_until_paused(queue, epoch)
+    assert run.reason == "poison"
     assert run.detail.startswith("group r.1 can't be read")
     assert text in run.detail
     paused = counts(url)
     assert (paused.dropped, paused.live, paused.queue_depth) == ({"poison": 2}, 2, 1)
     set_state(url, RunState.RUNNING)
-    assert numbers(queue.lease("r", 0, epoch=epoch, deadline_s=5)) == [0]
+    assert numbers(queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)) == [0]
     assert queue.commit_trained("r", durable_step=1, epoch=epoch) == 2
     assert (counts(url).trained, counts(url).dropped, counts(url).live) == (2, {"poison": 2}, 0)
 
@@ -392,17 +401,16 @@ def test_an_entry_that_names_no_group_is_removed_and_reported(url, queue):
     start_run(url, filled=range(2))
     entry = redis.Redis.from_url(url).xadd("tz:{r}:queue", {"who": "knows"})
     epoch = queue.take_over("r", next_step=0)
-    assert queue.lease("r", 0, epoch=epoch, deadline_s=0.2) is None
-    assert f"queue entry {entry.decode()} can't be read" in queue.get_run("r").detail
+    assert f"queue entry {entry.decode()} can't be read" in lease_until_paused(queue, epoch).detail
     set_state(url, RunState.RUNNING)
-    assert numbers(queue.lease("r", 0, epoch=epoch, deadline_s=5)) == [0, 1]
+    assert numbers(queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)) == [0, 1]
     assert (counts(url).queue_depth, num_pending(url)) == (2, 2)
 
 
 def test_a_checkpoint_made_after_the_stop_still_counts_what_it_holds(url, queue):
     start_run(url, filled=range(4))
     epoch = queue.take_over("r", next_step=0)
-    queue.lease("r", 0, epoch=epoch, deadline_s=5)
+    queue.lease("r", 0, epoch=epoch, deadline_s=DEADLINE_S)
     set_state(url, RunState.STOPPED)
     stopped = counts(url)
     assert (stopped.dropped, stopped.live, stopped.queue_depth) == ({"cancelled": 8}, 0, 0)
@@ -435,9 +443,9 @@ def test_steps_are_recorded_in_order_and_refuse_what_json_cannot_hold(url, queue
 def test_the_newest_run_that_is_not_over_is_waited_for(url, queue):
     assert queue.wait_for_run(deadline_s=0.1) is None
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(queue.wait_for_run, 10)
+        waiting = pool.submit(queue.wait_for_run, DEADLINE_S)
         start_run(url, temperature=0.5)
-        assert waiting.result(5) == run_config(temperature=0.5)
+        assert waiting.result(DEADLINE_S) == run_config(temperature=0.5)
     set_state(url, RunState.STOPPED)
     assert queue.wait_for_run(deadline_s=0.1) is None
 

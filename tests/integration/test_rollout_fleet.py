@@ -19,7 +19,7 @@ PROMPT = list(range(20))
 
 @pytest.fixture
 def weight_sync(tmp_path):
-    service = Service("weight_sync", data_dir=tmp_path / "versions", port=0, heartbeat_s=0.2, lease_s=2.0)
+    service = Service("weight_sync", data_dir=tmp_path / "versions", port=0, heartbeat_s=0.2, lease_s=60)
     try:
         port = service.wait_for("ready")["port"]
         yield f"127.0.0.1:{port}"
@@ -36,7 +36,7 @@ def publish(publisher: Publisher, seed: int, step: int) -> str:
 
 def need(stub: WeightSyncStub, step: int, digest: str, replicas: set[str]) -> None:
     """Asks for a version and waits, on the stream of snapshots, until these replicas are ready with it."""
-    stub.SetNeeded(ws.SetNeededRequest(run="demo", step=step), timeout=DEADLINE_S)
+    stub.SetNeeded(ws.SetNeededRequest(run="demo", step=step), timeout=DEADLINE_S, wait_for_ready=True)
     seen = None
     for fleet in (watch := stub.Watch(ws.WatchRequest(), timeout=DEADLINE_S)):
         seen = fleet

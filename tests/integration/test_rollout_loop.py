@@ -11,9 +11,8 @@ from services.rollout.meters import Meters
 from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, Scoring, ShuttingDown
 from services.rollout.stopping import StopRule
 from shared.wire.types import SamplingParams
+from tests.deadline import DEADLINE_S
 from tests.integration.rollout_fixture import manifest_of, served_model
-
-DEADLINE_S = 60
 
 
 class Harness:

@@ -24,6 +24,7 @@ from shared.wire.records import (
 )
 from shared.wire.run import RunState
 from shared.wire.types import DropReason, SamplingParams, State
+from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import (
     checked_counts,
     fill,
@@ -84,6 +85,21 @@ def test_a_run_that_is_over_stays_over_and_equal_states_are_no_error(url):
                 await store.set_run_state("nobody", RunState.PAUSED)
             types = [e.type for e in await store.events("r")]
             assert types == ["run.running", "run.paused", "run.running", "run.stopped"]
+
+    run_async(test)
+
+
+def test_a_paused_run_starts_no_sample_whoever_still_takes_it_for_running(url):
+    async def test():
+        async with open_store(url) as store:
+            await store.create_run(run_config())
+            await store.accept_prompts("r", [prompt(0)])
+            lifecycle = Lifecycle(store)
+            await store.set_run_state("r", RunState.PAUSED, reason="operator")
+            assert await lifecycle.start_generating("r", ["r.0.0", "r.0.1"]) == set()
+            assert (await checked_counts(store)).by_state == {State.ACCEPTED: 2}
+            await store.set_run_state("r", RunState.RUNNING)
+            assert await lifecycle.start_generating("r", ["r.0.0", "r.0.1"]) == {"r.0.0", "r.0.1"}
 
     run_async(test)
 
@@ -289,7 +305,7 @@ def test_trained_tokens_are_read_from_the_archive_once_they_left_valkey(url, tmp
             await fill(store, range(2))
             queue = await asyncio.to_thread(TrainQueue.connect, url)
             epoch = await asyncio.to_thread(queue.take_over, "r", next_step=0)
-            groups = await asyncio.to_thread(queue.lease, "r", 0, epoch=epoch, deadline_s=5)
+            groups = await asyncio.to_thread(queue.lease, "r", 0, epoch=epoch, deadline_s=DEADLINE_S)
             uri = tmp_path.as_uri()
             archive.write_step(uri, 0, groups)
             assert (await store.get_trajectory("r", "r.1.0")).trajectory is not None
@@ -320,7 +336,7 @@ def test_events_are_read_behind_a_cursor_and_waited_for(url):
             assert await store.last_event("r") == events[-1].cursor
             assert [e.trajectory_id for e in await store.events("r", after=events[1].cursor)] == ["r.0.1"]
             assert await store.events("r", after=events[-1].cursor, block_s=0.05) == []
-            waiting = asyncio.create_task(store.events("r", after=events[-1].cursor, block_s=10))
+            waiting = asyncio.create_task(store.events("r", after=events[-1].cursor, block_s=DEADLINE_S))
             await store.set_run_state("r", RunState.PAUSED, reason="operator")
             assert [(e.type, e.reason) for e in await waiting] == [("run.paused", "operator")]
 
@@ -415,7 +431,7 @@ def test_a_cancelled_task_ends_whatever_it_was_asking_valkey(url):
                 for _ in range(20 + turns % 37):
                     await asyncio.sleep(0)
                 task.cancel()
-                done, _ = await asyncio.wait([task], timeout=1)
+                done, _ = await asyncio.wait([task], timeout=DEADLINE_S)
                 assert done, f"the cancellation was lost in turn {turns}"
 
     run_async(test)

@@ -13,6 +13,7 @@ from shared.wire.embedded import EmbeddedValkey
 from shared.wire.lifecycle import Lifecycle
 from shared.wire.records import AcceptStatus, NotDurable, RewardItem, RewardStatus
 from shared.wire.types import State
+from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import (
     checked_counts,
     open_store,
@@ -26,7 +27,7 @@ from tests.integration.wire_testing import (
 
 def kill(server: EmbeddedValkey) -> None:
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(DEADLINE_S)
 
 
 def log_file(server: EmbeddedValkey) -> Path:

@@ -14,6 +14,7 @@ import redis
 
 from shared.wire import valkey
 from shared.wire.embedded import EmbeddedError, EmbeddedValkey
+from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import valkey_server
 
 PARENT = """
@@ -49,7 +50,7 @@ def test_it_restarts_on_the_same_port_and_data_after_sigkill(tmp_path: Path):
         port = server.port
         write(server, a="1")
         server.process.kill()
-        server.process.wait(10)
+        server.process.wait(DEADLINE_S)
         server.start()
         assert server.port == port
         assert redis.Redis.from_url(server.url).get("a") == b"1"
@@ -60,7 +61,7 @@ def test_a_truncated_append_only_file_is_read_up_to_the_cut(tmp_path: Path):
         write(server, a="1")
         write(server, b="2" * 100)
         server.process.kill()
-        server.process.wait(10)
+        server.process.wait(DEADLINE_S)
         (log,) = tmp_path.glob("appendonlydir/*.incr.aof")
         os.truncate(log, log.stat().st_size - 50)
         server.start()
@@ -79,11 +80,11 @@ def test_it_dies_when_its_parent_is_killed_and_the_next_one_waits_for_it(tmp_pat
     server = os.pidfd_open(pid)
     try:
         parent.send_signal(signal.SIGKILL)
-        parent.wait(10)
+        parent.wait(DEADLINE_S)
         # Started while the old server is still writing its file out: it must not read the data too early.
         with EmbeddedValkey(tmp_path) as successor:
             assert redis.Redis.from_url(successor.url).get("a") == b"1"
-        assert select.select([server], [], [], 10)[0], "the server outlived its parent"
+        assert select.select([server], [], [], DEADLINE_S)[0], "the server outlived its parent"
     finally:
         os.close(server)
 

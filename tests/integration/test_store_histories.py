@@ -61,7 +61,7 @@ class History(RuleBasedStateMachine):
         self.reasons: dict[tuple[int, int], str] = {}
         self.late = 0
         self.step = self.durable = 0
-        self.is_stopped = False
+        self.is_stopped = self.is_paused = False
         self.queue = TrainQueue.connect(self.url)
         self.epoch = self.queue.take_over("r", next_step=0)
         for _ in range(num_trained):
@@ -152,6 +152,7 @@ class History(RuleBasedStateMachine):
     @rule(state=st.sampled_from([RunState.PAUSED, RunState.RUNNING]))
     def pause_or_resume(self, state: RunState) -> None:
         self.do(self.store.set_run_state("r", state))
+        self.is_paused = state is RunState.PAUSED
 
     @precondition(lambda self: not self.is_stopped and len(self.bodies) > 3)
     @rule(dice=st.integers(0, 9))
@@ -170,7 +171,7 @@ class History(RuleBasedStateMachine):
     def start(self, number: int, sample: int) -> None:
         key = number, sample
         started = self.do(self.lifecycle.start_generating("r", [f"r.{number}.{sample}"]))
-        assert bool(started) == (self.states.get(key) in ("accepted", "generating"))
+        assert bool(started) == (self.states.get(key) in ("accepted", "generating") and not self.is_paused)
         if started:
             self.states[key] = "generating"
 

@@ -29,6 +29,7 @@ from shared.wire.algorithm import Filter
 from shared.wire.archive import write_step
 from shared.wire.run import AlgorithmConfig, OptimizerConfig, RunConfig
 from shared.wire.tensors import RawTensor
+from tests.deadline import DEADLINE_S
 from tests.integration.trainer_testing import (
     Engine,
     batch_of,
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world() -> Iterator[World]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    yield join("cpu", timeout_s=60)
+    yield join("cpu", timeout_s=DEADLINE_S)
     leave()
 
 
@@ -70,9 +71,7 @@ def first_batch(learner: Learner, **kwargs: object) -> Batch:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("checkpointing", ["none", "layer"])
-def test_forward_has_the_bits_of_the_published_bytes(
-    model: Path, world: World, dtype: str, checkpointing: str
-) -> None:
+def test_forward_has_the_bits_of_the_published_bytes(model: Path, world: World, dtype: str, checkpointing: str) -> None:
     """Before and after a step, with and without gradients: the trainer computes with exactly what it published."""
     config = run_config(model, dtype=dtype, activation_checkpointing=checkpointing, lag=0, optimizer=HOT)
     learner = build_learner(config, world)

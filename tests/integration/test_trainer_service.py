@@ -24,9 +24,11 @@ from shared.wire.archive import read_step
 from shared.wire.embedded import EmbeddedValkey
 from shared.wire.pb.trainer_pb2 import StatusRequest
 from shared.wire.pb.trainer_pb2_grpc import TrainerStub
+from shared.wire.ports import HeldPort
 from shared.wire.run import OptimizerConfig, RunConfig, RunState
 from shared.wire.tensors import RawTensor
 from shared.wire.weights import Publisher, fetch
+from tests.deadline import DEADLINE_S
 from tests.integration.trainer_service import Process, Stage, steps_of
 from tests.integration.trainer_testing import Engine, plain_decoder, run_config, tiny_model
 
@@ -113,21 +115,21 @@ async def _check_finished(stage: Stage, config: RunConfig, run_dir: Path, ready:
         assert row["tim"]["differing_tokens"] == 0
         assert row["tim"]["compared_tokens"] == row["tokens"] > 0
         start, end = row["phases"]["train"]
-        assert 0 < end - start < 60
+        assert 0 < end - start < DEADLINE_S
         assert [
             t.reward for g in read_step(str(run_dir / config.run / "trajectories"), row["step"]) for t in g.trajectories
         ]
     assert {p.name for p in (run_dir / config.run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
     with rpc.channel(f"127.0.0.1:{ready['port']}") as channel:
-        status = TrainerStub(channel).Status(StatusRequest(), timeout=10)
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        status = TrainerStub(channel).Status(StatusRequest(), timeout=DEADLINE_S)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert (status.step, status.checkpoint_step, status.world_size, status.lineage) == (4, 4, 1, 0)
     assert status.manifest_digest == rows[-1]["weights_digest"]
     assert "attention" in status.kernels
     assert "mode=exact" in status.fingerprint
     async with httpx.AsyncClient() as client:
-        metrics = (await client.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10)).text
+        metrics = (await client.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=DEADLINE_S)).text
     tokens = sum(row["tokens"] for row in rows)
     assert f'timzero_tim_compared_tokens_total{{run="{config.run}"}} {float(tokens)}' in metrics
     assert f'timzero_tim_differing_tokens_total{{run="{config.run}"}} 0.0' in metrics
@@ -163,9 +165,9 @@ async def _alarm(model: Path, services: tuple[str, str], run_dir: Path) -> None:
                 assert initial.step == 0, "the step has not left the trainer"
                 # Someone published other weights as step 1: what comes now can't have that name.
                 other = publisher.manifest("alarm", initial.digest)
-                tensors = fetch(other, address=services[1], deadline_s=30)
+                tensors = fetch(other, address=services[1], deadline_s=DEADLINE_S)
                 other.version.step = 1
-                publisher.publish(other, tensors, epoch=record.epoch, deadline_s=30)
+                publisher.publish(other, tensors, epoch=record.epoch, deadline_s=DEADLINE_S)
             assert not (run_dir / "alarm" / "steps.jsonl").exists()
             await stage.store.set_run_state("alarm", RunState.RUNNING)
             stage.wait_state("alarm", RunState.COMPLETED)
@@ -180,7 +182,7 @@ async def _alarm(model: Path, services: tuple[str, str], run_dir: Path) -> None:
 def _with_flipped_bit(stage: Stage, engine: Engine) -> Engine:
     with Publisher(stage.weight_sync) as publisher:
         manifest = publisher.manifest("alarm", engine.version.digest)
-    tensors = fetch(manifest, address=stage.weight_sync, deadline_s=30)
+    tensors = fetch(manifest, address=stage.weight_sync, deadline_s=DEADLINE_S)
     name = "model.layers.0.self_attn.v_proj.weight"
     data = np.frombuffer(bytes(tensors[name].data), np.uint8).copy()
     data[33] ^= 0x20
@@ -252,17 +254,18 @@ async def _restore_a_lost_weight_sync(stage: Stage, config: RunConfig, run_dir: 
     waits for a batch; SIGTERM waits for none.
     """
     before = {step: stage.wait_version(config.run, step) for step in (0, 1)}
-    weight_sync = ["services.weight_sync", "port=0", f"data_dir={run_dir / 'weights'}"]
-    with Process(sys.executable, "-m", *weight_sync) as fresh:
-        address = f"127.0.0.1:{fresh.wait_for('ready')['port']}"
+    held = HeldPort()
+    address = f"127.0.0.1:{held.port}"
+    weight_sync = (sys.executable, "-m", "services.weight_sync", f"port={held.port}")
+    with Process(*weight_sync, f"data_dir={run_dir / 'weights'}") as fresh:
+        fresh.wait_for("ready")
         with stage.trainer(run_dir / "a", f"weight_sync={address}", "log_level=debug") as trainer:
             trainer.wait_for("run loaded")
             with Publisher(address) as publisher:
                 restored = {v.version.step: v.version.digest for v in publisher.versions(config.run)}
             assert restored == {step: version.digest for step, version in before.items()}
             fresh.kill()
-            weight_sync[1:] = [f"port={address.rpartition(':')[2]}", f"data_dir={run_dir / 'empty'}"]
-            with Process(sys.executable, "-m", *weight_sync) as empty, Publisher(address) as publisher:
+            with Process(*weight_sync, f"data_dir={run_dir / 'empty'}") as empty, Publisher(address) as publisher:
                 empty.wait_for("ready")
                 for step in before:
                     empty.wait_for("published", version=f"lost/0-{step}-{before[step].digest[:12]}")

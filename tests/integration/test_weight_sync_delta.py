@@ -27,7 +27,7 @@ Tensors = dict[str, RawTensor]
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
-    with running(tmp_path / "data", "heartbeat_s=0.2", "lease_s=10") as started:
+    with running(tmp_path / "data", "heartbeat_s=0.2", "lease_s=60") as started:
         yield started
 
 
@@ -60,7 +60,7 @@ def fallbacks(phase: str, reason: str) -> float:
 def moved(process: Process, transport: str) -> float:
     """Bytes that weight_sync has counted under this transport."""
     port = process.said("ready")[-1]["metrics_port"]
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).text.splitlines()
     label = f'timzero_weight_sync_bytes_total{{transport="{transport}"}}'
     return sum(float(line.split()[-1]) for line in lines if line.startswith(label))
 
@@ -213,7 +213,7 @@ def test_deltas_are_fenced_and_conflict_as_whole_versions_do(process: Process) -
 def test_a_real_replica_applies_deltas_to_what_it_serves_and_passes_the_probe(tmp_path: Path) -> None:
     # A probe takes weights that the replica can compute with: two initialisations, which differ everywhere.
     with (
-        running(tmp_path, "heartbeat_s=0.2", "lease_s=10") as process,
+        running(tmp_path, "heartbeat_s=0.2", "lease_s=60") as process,
         sender(process) as publisher,
         replica(process.address, replica="a") as (_, stub),
     ):
@@ -223,7 +223,7 @@ def test_a_real_replica_applies_deltas_to_what_it_serves_and_passes_the_probe(tm
             before = {t: moved(process, t) for t in ("grpc", "grpc-delta")}
             publisher.publish(manifest, tensors, epoch=1, deadline_s=DEADLINE_S)
             process.need(seed)
-            asyncio.run(watch(process.address, all_ready(seed, "a"), deadline_s=60))
+            asyncio.run(watch(process.address, all_ready(seed, "a")))
             came = {t: moved(process, t) - before[t] for t in before}
             in_and_out = 2 * publisher.sent.num_bytes
             assert came == ({"grpc": 0, "grpc-delta": in_and_out} if seed else {"grpc": in_and_out, "grpc-delta": 0})

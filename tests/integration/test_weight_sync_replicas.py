@@ -17,6 +17,7 @@ from tests.integration.weight_sync_testing import (
     Process,
     all_ready,
     is_ejected,
+    is_ready,
     manifest_of,
     running,
     watch,
@@ -75,7 +76,7 @@ def test_a_replica_that_never_answers_prepare_is_ejected_holds_up_nobody_and_hea
             await asyncio.to_thread(publish, process, 0)
             await asyncio.to_thread(process.need, 0)
             await stalled.until(lambda: stalled.num_prepares)
-            await watch(process.address, lambda replicas, _: replicas["a"].state == "ready")
+            await watch(process.address, is_ready("a"))
             await asyncio.to_thread(publish, process, 1)
             await watch(process.address, is_ejected("stalled", because="DEADLINE_EXCEEDED"))
             stalled.go_on.set()
@@ -118,7 +119,7 @@ def test_a_replica_with_wrong_bits_is_ejected_with_the_reason_and_healed_by_the_
             await asyncio.to_thread(process.need, 0)
             fleet = await watch(process.address, is_ejected("wrong", because=because))
             assert not next(r for r in fleet.replicas if r.replica == "wrong").version.digest, "it serves nothing"
-            await watch(process.address, lambda replicas, _: replicas["a"].state == "ready")
+            await watch(process.address, is_ready("a"))
             vars(wrong).update(healthy)
             await asyncio.to_thread(publish, process, 1)
             await asyncio.to_thread(process.need, 1)
@@ -170,9 +171,9 @@ def test_a_replica_that_dies_is_gone_when_its_lease_ends(tmp_path: Path) -> None
             dead.registration.cancel()
             await watch(process.address, lambda replicas, _: sorted(replicas) == ["a"])
 
-    with running(tmp_path) as process:
+    with running(tmp_path, "heartbeat_s=0.2", "lease_s=1") as process:
         asyncio.run(run(process))
-        assert process.said("replica lost: its lease ended")[0]["replica"] == "dead"
+        assert "dead" in {line["replica"] for line in process.said("replica lost: its lease ended")}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -203,8 +204,7 @@ def test_sigterm_ends_it_with_0_in_bounded_time_with_watchers_and_a_stalled_call
             await stalled.until(lambda: stalled.num_prepares)
             watcher = asyncio.create_task(watch(process.address, lambda *_: False))
             await watch(process.address, lambda replicas, _: replicas["stalled"].state == "preparing")
-            async with asyncio.timeout(10):
-                assert await asyncio.to_thread(process.terminate) == 0
+            assert await asyncio.to_thread(process.terminate) == 0
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher

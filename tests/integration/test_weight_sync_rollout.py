@@ -14,7 +14,7 @@ from tests.integration.rollout_fixture import manifest_of, tensors_of, trainer_d
 from tests.integration.rollout_process import collect, replica, request_of
 from tests.integration.weight_sync_testing import DEADLINE_S, Process, all_ready, is_ejected, running, watch
 
-WORDS = ("heartbeat_s=0.2", "lease_s=10")
+WORDS = ("heartbeat_s=0.2", "lease_s=60")
 
 
 def publish(
@@ -41,7 +41,7 @@ def test_two_replicas_follow_the_needed_version_over_either_transport_and_sample
         digests = [publish(process, 0, seed=0), publish(process, 1, seed=1, directory=tmp_path / "shared")]
         for step in (0, 1, 0):
             process.need(step)
-            asyncio.run(watch(process.address, all_ready(step, "ab"), deadline_s=60))
+            asyncio.run(watch(process.address, all_ready(step, "ab")))
             got = [collect(s.Generate(request_of(digests[step], [1, 2, 3]), timeout=DEADLINE_S)) for s in (a, b)]
             assert got[0] == got[1]
             assert set(got[0]["demo.0.0"]["steps"]) == {step}
@@ -49,17 +49,17 @@ def test_two_replicas_follow_the_needed_version_over_either_transport_and_sample
         process.start()
         asyncio.run(watch(process.address, lambda replicas, _: len(replicas) == 2))
         process.need(1)
-        asyncio.run(watch(process.address, all_ready(1, "ab"), deadline_s=60))
+        asyncio.run(watch(process.address, all_ready(1, "ab")))
 
 
 def test_one_flipped_bit_of_a_published_weight_shows_in_the_probe_and_the_next_version_heals(tmp_path: Path) -> None:
     with running(tmp_path, *WORDS) as process, replica(process.address, replica="a") as (_, stub):
         publish(process, 0, seed=0, flip=True)
         process.need(0)
-        asyncio.run(watch(process.address, is_ejected("a", because="logprobs differ"), deadline_s=60))
+        asyncio.run(watch(process.address, is_ejected("a", because="logprobs differ")))
         publish(process, 1, seed=1)
         process.need(1)
-        asyncio.run(watch(process.address, all_ready(1, "a"), deadline_s=60))
+        asyncio.run(watch(process.address, all_ready(1, "a")))
         assert stub.Status(engine_pb.StatusRequest(), timeout=DEADLINE_S).policy_step == 1
 
 

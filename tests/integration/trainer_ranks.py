@@ -20,6 +20,7 @@ from services.trainer.link import Refused
 from shared.config import structure
 from shared.wire.archive import read_step
 from shared.wire.run import RunConfig
+from tests.deadline import DEADLINE_S
 from tests.integration.trainer_testing import VOCAB, build_learner, publish
 
 
@@ -49,7 +50,7 @@ def main() -> None:
     config_path, archive, out = sys.argv[1:]
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = join("cpu", timeout_s=60)
+    world = join("cpu", timeout_s=DEADLINE_S)
     learner = build_learner(structure(RunConfig, json.loads(Path(config_path).read_text())), world)
     train(learner, archive, Path(out))
     # What rank 0 learns, all ranks do: values and errors alike.

@@ -30,9 +30,8 @@ from shared.wire.store import RunStore
 from shared.wire.types import State
 from shared.wire.valkey import key
 from shared.wire.weights import Publisher, fetch
+from tests.deadline import DEADLINE_S
 from tests.integration.trainer_testing import Engine, plain_decoder
-
-DEADLINE_S = 90.0
 
 
 class Process:
@@ -79,7 +78,7 @@ class Process:
     def wait(self) -> int:
         """Its exit code, after the rest of its log."""
         code = self._popen.wait(DEADLINE_S)
-        while (line := self._lines.get(timeout=10.0)) is not None:
+        while (line := self._lines.get(timeout=DEADLINE_S)) is not None:
             self.log.append(line)
         return code
 
@@ -134,7 +133,7 @@ class Stage:
         if version.digest not in self._engines:
             with Publisher(self.weight_sync) as publisher:
                 manifest = publisher.manifest(run, version.digest)
-            tensors = fetch(manifest, address=self.weight_sync, deadline_s=30)
+            tensors = fetch(manifest, address=self.weight_sync, deadline_s=DEADLINE_S)
             config = ModelConfig.from_hf(json.loads(manifest.model_config_json))
             self._engines[version.digest] = Engine(plain_decoder(config, tensors), version)
         engine = self._engines[version.digest]

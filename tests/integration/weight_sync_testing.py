@@ -23,14 +23,16 @@ from shared.wire.pb import rollout_pb2 as engine_pb
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.rollout_pb2_grpc import RolloutEngineServicer, add_RolloutEngineServicer_to_server
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
+from shared.wire.ports import HeldPort
 from shared.wire.run import RunConfig
 from shared.wire.tensors import RawTensor, build_manifest, manifest_digest, tensor_entry
+from shared.wire.weight_calls import call, retry
 from shared.wire.weights import Publisher, ReplicaLink, fetch
+from tests.deadline import DEADLINE_S
 
-DEADLINE_S = 30.0
 FINGERPRINT = "cpu-test"
-QUICK = ("heartbeat_s=0.2", "lease_s=3.0", "prepare_timeout_s=5.0", "commit_timeout_s=5.0", "abort_timeout_s=0.5",
-         "retry_s=0.5")  # fmt: skip
+QUICK = ("heartbeat_s=0.2", "lease_s=60", "abort_timeout_s=0.5", "retry_s=0.5")
+"""Short is only what decides how soon something goes on; what a slow machine could miss is long."""
 
 
 def weights(step: int, *, num_tensors: int = 3, elements: int = 700_000) -> dict[str, RawTensor]:
@@ -60,48 +62,65 @@ class Process:
     """`python -m services.weight_sync`, on the same port and data after every `start`."""
 
     def __init__(self, data_dir: Path, *words: str) -> None:
-        self.data_dir, self.words, self.port = data_dir, words or QUICK, 0
+        self.data_dir, self.words, self._held = data_dir, words or QUICK, HeldPort()
+        self._num_starts = 0
         self.logs: list[dict[str, Any]] = []
         self.process: subprocess.Popen[str] | None = None
+        self._read_on = threading.Condition()
+        """Notified at every line of the log, and at its end."""
+        self._has_ended = False
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self._held.port}"
 
     def start(self) -> Process:
-        words = (f"data_dir={self.data_dir}", f"port={self.port}", *self.words)
+        words = (f"data_dir={self.data_dir}", f"port={self._held.port}", *self.words)
         command = [sys.executable, "-m", "services.weight_sync", *words]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=os.environ | {"GRPC_VERBOSITY": "NONE"}
         )
-        ready = threading.Event()
-        threading.Thread(target=self._read, args=(self.process, ready), daemon=True).start()
-        assert ready.wait(DEADLINE_S), self.logs
-        assert self.said("ready"), self.logs
-        self.port = self.said("ready")[-1]["port"]
+        self._has_ended, self._num_starts = False, self._num_starts + 1
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        self.said("ready", at_least=self._num_starts)
         return self
 
-    def _read(self, process: subprocess.Popen[str], ready: threading.Event) -> None:
+    def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
         for line in process.stderr:
-            self.logs.append(json.loads(line) if line.startswith("{") else {"event": line})
-            if self.logs[-1]["event"] == "ready":
-                ready.set()
-        ready.set()
+            with self._read_on:
+                self.logs.append(json.loads(line) if line.startswith("{") else {"event": line})
+                self._read_on.notify_all()
+        with self._read_on:
+            self._has_ended = True
+            self._read_on.notify_all()
 
-    def said(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in self.logs if line["event"] == event]
+    def said(self, event: str, *, at_least: int = 1) -> list[dict[str, Any]]:
+        """The log lines of this event, as soon as there are so many. What a snapshot shows may be logged a moment later."""
+
+        def found() -> list[dict[str, Any]]:
+            return [line for line in self.logs if line["event"] == event]
+
+        with self._read_on:
+            self._read_on.wait_for(lambda: self._has_ended or len(found()) >= at_least, DEADLINE_S)
+        assert len(found()) >= at_least, f"{event!r} was not logged {at_least} times: {self.logs}"
+        return found()
 
     def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
+        self._end(signal.SIGKILL)
 
     def terminate(self) -> int:
         """Exit code after SIGTERM."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        """Exit code, once the log was read to its end."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(DEADLINE_S)
+        self.process.send_signal(number)
+        code = self.process.wait(DEADLINE_S)
+        with self._read_on:
+            assert self._read_on.wait_for(lambda: self._has_ended, DEADLINE_S)
+        return code
 
     def publisher(self, directory: Path | None = None) -> Publisher:
         return Publisher(self.address, transport="directory" if directory else "grpc", directory=directory)
@@ -112,10 +131,14 @@ class Process:
             yield WeightSyncStub(channel)
 
     def need(self, step: int, *, run: str = "demo") -> bool:
-        # Channels of one process share connections, and with them the pause after a refused attempt on a killed server.
+        """As the dispatcher says it, also to a process that was just started again."""
         request = pb.SetNeededRequest(run=run, step=step)
         with self.stub() as stub:
-            return stub.SetNeeded(request, timeout=DEADLINE_S, wait_for_ready=True).published
+            return retry(
+                lambda left_s: stub.SetNeeded(request, **call(left_s)).published,
+                address=self.address,
+                deadline_s=DEADLINE_S,
+            )
 
 
 @contextlib.contextmanager
@@ -228,20 +251,22 @@ class Peer(RolloutEngineServicer):
             await server.stop(0)
 
 
-async def watch(
-    address: str, until: Callable[[dict[str, pb.Replica], pb.Fleet], Any], *, deadline_s: float = DEADLINE_S
-) -> pb.Fleet:
+async def watch(address: str, until: Callable[[dict[str, pb.Replica], pb.Fleet], Any]) -> pb.Fleet:
     """The first snapshot for which `until(replicas by name, fleet)` is true. The stream may break: weight_sync restarts."""
     last = None
     try:
-        async with asyncio.timeout(deadline_s), rpc.aio_channel(address) as channel:
+        async with asyncio.timeout(DEADLINE_S), rpc.aio_channel(address) as channel:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     async for last in WeightSyncStub(channel).Watch(pb.WatchRequest(), wait_for_ready=True):
                         if until({r.replica: r for r in last.replicas}, last):
                             return last
     except TimeoutError:
-        raise AssertionError(f"waited {deadline_s} s in vain; the last snapshot was:\n{last}") from None
+        raise AssertionError(f"waited {DEADLINE_S:g} s in vain; the last snapshot was:\n{last}") from None
+
+
+def is_ready(name: str) -> Callable[[dict[str, pb.Replica], pb.Fleet], bool]:
+    return lambda replicas, _: name in replicas and replicas[name].state == "ready"
 
 
 def all_ready(step: int, names: str) -> Callable[[dict[str, pb.Replica], pb.Fleet], bool]:

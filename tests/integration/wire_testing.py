@@ -20,9 +20,9 @@ from shared.wire.run import RunConfig
 from shared.wire.store import RunStore
 from shared.wire.types import FinishReason, SamplingParams, Span, SpanKind, State, Trajectory
 from shared.wire.valkey import key
+from tests.deadline import DEADLINE_S
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
 
 
 def run_async(test: Callable[[], Awaitable[T]]) -> T:
