@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from shared.kernels.machine import cpu_model
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Record:
 def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str]:
@@ -80,6 +83,33 @@ def cuda_time(run: Callable[[], Any], *, warmup_ms: int = 3, rep_ms: int = 15) -
 
     ms = triton.testing.do_bench(run, warmup=warmup_ms, rep=rep_ms, quantiles=[0.5, 0.25, 0.75])
     return Timing(*(1e3 * x for x in ms))
+
+
+def ceilings(device: str = "cuda") -> dict[str, float]:
+    """Copy bandwidth in bytes/s (read and written) and matrix rate in FLOP/s (bfloat16; float32 on a CPU), measured now."""
+    is_cuda = device == "cuda"
+    size, side = (2**31, 8192) if is_cuda else (2**26, 512)
+    a = torch.empty(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    x, y = (
+        torch.randn(side, side, dtype=torch.bfloat16 if is_cuda else torch.float32, device=device) for _ in range(2)
+    )
+
+    def microseconds(run: Callable[[], Any]) -> float:
+        return cuda_time(run, rep_ms=60).median if is_cuda else cpu_time(run).median
+
+    bandwidth = 2 * size / (microseconds(lambda: b.copy_(a)) * 1e-6)
+    return {"bandwidth": bandwidth, "matmul": 2 * side**3 / (microseconds(lambda: x @ y) * 1e-6)}
+
+
+def cpu_time(run: Callable[[], Any], *, repeats: int = 3) -> Timing:
+    """Wall time of a few calls."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return Timing(statistics.median(times), min(times), max(times))
 
 
 def graph_time(runs: Sequence[Callable[[], Any]], *, repeats: int = 10) -> Timing:

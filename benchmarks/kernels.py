@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from benchmarks.harness import Record, Recorder, arguments, cuda_time, report
+from benchmarks.harness import Record, Recorder, arguments, ceilings, report
 from benchmarks.kernel_cases import attention, gemm, grouped, head, rowwise
 
 SECTIONS: dict[str, ModuleType] = {
@@ -24,17 +24,6 @@ SECTIONS: dict[str, ModuleType] = {
     "grouped": grouped,
     "gemm": gemm,
 }
-
-
-def ceilings() -> dict[str, float]:
-    """Copy bandwidth in bytes/s (read and written) and bf16 matrix rate in FLOP/s, measured now."""
-    a = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    bandwidth = 2 * a.numel() * 2 / (cuda_time(lambda: b.copy_(a), rep_ms=60).median * 1e-6)
-    a = b = torch.empty(0)
-    x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    rate = 2 * 8192**3 / (cuda_time(lambda: x @ y, rep_ms=60).median * 1e-6)
-    return {"bandwidth": bandwidth, "matmul": rate}
 
 
 def is_red(record: Record) -> bool:

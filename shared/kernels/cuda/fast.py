@@ -38,6 +38,10 @@ def use_library_defaults() -> None:
 class LibraryProducts:
     """Stands where the exact mode has its table of certified products."""
 
+    def __init__(self, *, rounds_logits: bool = True) -> None:
+        """Args: rounds_logits, whether a wider `out_dtype` is given up for speed."""
+        self._rounds_logits = rounds_logits
+
     def linear(
         self,
         x: Tensor,
@@ -47,7 +51,9 @@ class LibraryProducts:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[T, N] = x [T, K] @ w [N, K].T (+ bias [N]), rounded to the dtype of x whatever `out_dtype` asks for."""
+        """[T, N] = x [T, K] @ w [N, K].T (+ bias [N]) in the dtype of x, or in `out_dtype` unless that is given up."""
+        if out_dtype not in (None, x.dtype) and not self._rounds_logits:
+            return torch.mm(x, w.t(), out_dtype=out_dtype)
         if bias is None:
             return torch.mm(x, w.t(), out=out)
         return torch.addmm(bias, x, w.t(), out=out)
