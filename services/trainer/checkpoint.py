@@ -49,6 +49,8 @@ class Ledger:
     versions: tuple[PolicyVersion, ...]
     """Of the forward copies, ascending by step; the last one is the masters' own, which needs no copy."""
     run_config: dict[str, Any]
+    kl_coef: float | None = None
+    """Of the penalty towards the reference, as adapted so far; None in checkpoints from before it moved."""
 
 
 def latest(directory: Path) -> Path | None:
@@ -96,6 +98,7 @@ def save(directory: Path, learner: Learner, *, keep: int) -> Path:
             optimizer_steps=_optimizer_steps(learner),
             versions=tuple(c.version for c in learner.copies.held),
             run_config=unstructure(learner.config),
+            kl_coef=learner.kl_coef,
         )
         _finish(temporary, final, ledger)
         for old in sorted(directory.glob("step-*"))[:-keep]:
@@ -137,6 +140,8 @@ def load(path: Path, learner: Learner) -> Ledger:
         learner.copies.put(copy)
     learner.copies.take(ledger.step, lineage=ledger.lineage)
     learner.copies.name(ledger.versions[-1])
+    if ledger.kl_coef is not None:
+        learner.kl_coef = ledger.kl_coef
     return ledger
 
 

@@ -24,6 +24,9 @@ class TrainerConfig:
     """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
     delta: bool = False
     """Over `grpc`, send only what changed since the version before: faster where the network is the limit, see operations.md."""
+    older_versions: Literal["device", "host", "directory"] = "device"
+    """Where the versions behind the current one lie, with which stale tokens are audited: beside the model, in (pinned) memory of
+    the host, or in `directory`, from which they are read back."""
     run: str | None = None
     """Train only the run of this name; None: whatever run is not over."""
     exit_when_done: bool = False
@@ -49,6 +52,8 @@ class TrainerConfig:
             raise ValueError(
                 f"directory goes with transport 'directory', got {self.transport!r} and {self.directory!r}"
             )
+        if self.older_versions == "directory" and self.directory is None:
+            raise ValueError("older_versions 'directory' needs transport 'directory'; use 'host'")
         for name in ("threads", "poll_s", "publish_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -1,9 +1,11 @@
 """Policy losses per token, and their sum over a batch with denominators fixed before any micro-batch is cut.
 
-    loss = Σ_t scale_t * [accepted] * (w_t * L_t - entropy_coef * H_t)
+    loss = Σ_t scale_t * [accepted] * (w_t * L_t - entropy_coef * H_t + kl_coef * v_t * K_t)
 r is the ratio of the policy being optimised to the one of the mode (shared/wire/algorithm.py), w the importance weight of the
-mode, A the advantage; sg() has no gradient. scale_t is 1 / (tokens of the optimizer step), or what the aggregation says.
-What is rejected keeps its place in the denominator: it contributes nothing and does not make the others weigh more.
+mode, A the advantage, H the entropy, K the penalty towards the reference; sg() has no gradient. v = sg(min(policy / sampler,
+kl_cap)): K is an expectation under the policy, its tokens are the sampler's. scale_t is 1 / (tokens of the optimizer step), or
+what the aggregation says. What is rejected keeps its place in the denominator: it contributes nothing and does not make the
+others weigh more.
 
 Legend: T trainable tokens of a micro-batch or batch; N sequences.
 """
@@ -161,6 +163,8 @@ def policy_loss(
     segment_T: Tensor,
     entropy_T: Tensor | None = None,
     mean_weight: float = 1.0,
+    reference_T: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> PolicyLoss:
     """Args:
     logprob_T: [T] float32 (float64 for reference) under the weights being optimised, with gradient.
@@ -172,6 +176,8 @@ def policy_loss(
     sequence_T, segment_T: [T] int64 trajectory and turn of each token; whole ones.
     entropy_T: [T] with gradient; needed with an entropy_coef.
     mean_weight: what batch normalisation divides by.
+    reference_T: [T] under the reference policy, detached; needed with kl k2 or k3+.
+    kl_coef: of that penalty, as adapted so far.
     """
     mode = config.ratio_mode
     # Without a cap the weights are 1, whatever is compared.
@@ -192,7 +198,21 @@ def policy_loss(
     if config.entropy_coef:
         assert entropy_T is not None
         loss = loss - config.entropy_coef * (scale_T * torch.where(accepted_T, entropy_T, 0.0)).sum()
+    if config.kl in ("k2", "k3+"):
+        assert reference_T is not None
+        drawn_T = proximal_T if mode == "recompute" else rollout_T
+        penalty_T = _off_policy_kl(config, logprob_T, reference_T, drawn_T, accepted_T)
+        loss = loss + kl_coef * (scale_T * torch.where(accepted_T, penalty_T, 0.0)).sum()
     return PolicyLoss(loss=loss, weight_T=weight_T, is_clipped_T=token.is_clipped_T & accepted_T)
+
+
+def _off_policy_kl(
+    config: AlgorithmConfig, logprob_T: Tensor, reference_T: Tensor, drawn_T: Tensor, accepted_T: Tensor
+) -> Tensor:
+    """The penalty of each token times the truncated weight of having drawn it elsewhere; rejected ones are replaced first."""
+    logprob_T, reference_T, drawn_T = (torch.where(accepted_T, x, 0.0) for x in (logprob_T, reference_T, drawn_T))
+    weight_T = safe_exp((logprob_T - drawn_T).detach()).clamp(max=config.kl_cap)
+    return weight_T * kl_penalty(config.kl, logprob_T, reference_T)
 
 
 def token_scale(aggregation: str, sequence_T: Tensor, num_sequences: int, length: int | None = None) -> Tensor:

@@ -54,10 +54,19 @@ class Mismatch:
         """Every token was compared and no bit differs."""
         return self.differing_tokens == 0 and self.uncompared_tokens == 0
 
+    @property
+    def equal_fraction(self) -> float:
+        """Share of the compared tokens with equal bits; the service level of exact mode is 1."""
+        return 1 - self.differing_tokens / self.compared_tokens if self.compared_tokens else 1.0
+
     def as_dict(self) -> dict[str, float | int]:
         """One flat JSON-ready block."""
         values = asdict(self)
-        return {**{k: v for k, v in values.items() if k != "delta"}, **values["delta"]}
+        return {
+            **{k: v for k, v in values.items() if k != "delta"},
+            "equal_fraction": self.equal_fraction,
+            **values["delta"],
+        }
 
 
 def measure(

@@ -12,7 +12,8 @@ With delta = trainer logprob - sampler logprob, r = exp(delta), all in float64:
     mult_prob_error    mean exp |delta|
     corr_*             Pearson of delta with the advantage, by token and summed by trajectory
     skew_*             z = A (r - 1), the part of the gradient that the sampler leaves out; index = (Σz⁺ - Σ|z⁻|) / Σ|z|
-    |delta|            counts in fixed logarithmic buckets, so that ranks, steps and runs can be added up
+    |delta|            counts in fixed logarithmic buckets, so that ranks, steps and runs can be added up; abs_p*: the upper
+                       bound of the bucket of the quantile
 A correlation without variance is null. Tokens without a finite delta are left out and counted.
 
 Legend: T tokens; N trajectories.
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.correction import finite_delta, k3, per_sequence, safe_exp
+from services.trainer.correction import SAFETY_BOUND, finite_delta, k3, per_sequence, safe_exp
 
 BUCKET_BOUNDS = tuple(10 ** (e / 4) for e in range(-28, 6))
 """Upper bounds of |delta|, four a decade from 1e-7 to 18; one bucket before them is exactly 0, one behind them open."""
@@ -36,36 +37,6 @@ LENGTH_BOUNDS = (64, 256, 1024, 4096, 16384)
 """Upper bounds of a trajectory's trainable tokens."""
 STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
 """First and last step of each."""
-
-
-def tables(
-    sampled_T: Tensor,
-    proximal_T: Tensor,
-    is_comparable_T: Tensor,
-    staleness_T: Tensor,
-    is_ingested_T: Tensor,
-    others: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> dict[str, Any]:
-    """The mismatch alone, under each token's own version, and what the correction sees: staleness too, in all and by bucket.
-
-    Args:
-        sampled_T: [T] trainer logprobs under the version that sampled the token.
-        proximal_T: [T] under the version before the step.
-        is_comparable_T: [T] bool where `sampled_T` is known.
-        is_ingested_T: [T] bool where the sampler is not our engine.
-        others: rollout_T, weight_T, advantage_T, sequence_T as `describe` takes them.
-    """
-
-    def table(train_T: Tensor, of_T: Tensor) -> dict[str, Any]:
-        rollout_T, weight_T, advantage_T, sequence_T = (x[of_T] for x in others)
-        return describe(train_T[of_T], rollout_T, weight_T, advantage_T, sequence_T)
-
-    return {
-        "same_version": table(sampled_T, is_comparable_T & ~is_ingested_T),
-        "ingested": table(sampled_T, is_comparable_T & is_ingested_T),
-        "correction": table(proximal_T, torch.ones_like(is_comparable_T)),
-        "correction_by_staleness": {name: table(proximal_T, of_T) for name, of_T in by_staleness(staleness_T)},
-    }
 
 
 def describe(
@@ -88,6 +59,7 @@ def describe(
     if not len(train_T):
         return counts
     delta_T = train_T - rollout_T
+    buckets = histogram(delta_T)
     return {
         **counts,
         **divergences(train_T, rollout_T),
@@ -95,7 +67,8 @@ def describe(
         **probabilities(train_T, rollout_T),
         **skew(delta_T, advantage_T),
         **by_sequence(train_T, rollout_T, advantage_T, sequence_T),
-        "abs_delta_histogram": histogram(delta_T),
+        **{f"abs_p{round(100 * q)}": _json_bound(quantile(buckets, q)) for q in (0.5, 0.95, 0.99)},
+        "abs_delta_histogram": buckets,
     }
 
 
@@ -174,6 +147,7 @@ def by_sequence(train_T: Tensor, rollout_T: Tensor, advantage_T: Tensor, sequenc
         "log_ppl_diff_max": float(difference_N.max()),
         "log_ppl_diff_min": float(difference_N.min()),
         "chi2_seq": float(safe_exp(sum_N).square().mean() - 1),
+        "mult_prob_error_seq_mean": float(error_N.mean()),
         "mult_prob_error_seq_max": float(error_N.max()),
         "mult_prob_error_seq_min": float(error_N.min()),
         "corr_seq": pearson(sum_N, per_sequence(advantage_T, sequence_T, n) / length_N),
@@ -181,7 +155,7 @@ def by_sequence(train_T: Tensor, rollout_T: Tensor, advantage_T: Tensor, sequenc
     }
 
 
-def _accumulated(delta_T: Tensor, sequence_T: Tensor, length_N: Tensor, sum_N: Tensor) -> Iterator[dict[str, float]]:
+def _accumulated(delta_T: Tensor, sequence_T: Tensor, length_N: Tensor, sum_N: Tensor) -> Iterator[dict[str, Any]]:
     n = len(length_N)
     running_T = delta_T.cumsum(0)
     # The running sum of a trajectory is that of the batch minus what came before it.
@@ -196,6 +170,7 @@ def _accumulated(delta_T: Tensor, sequence_T: Tensor, length_N: Tensor, sum_N: T
         of = bucket_N == index
         if bool(of.any()):
             yield {
+                "bucket": f"up to {longest}" if longest else f"above {LENGTH_BOUNDS[-1]}",
                 "longest": longest or int(length_N.max()),
                 "trajectories": int(of.sum()),
                 "abs_sum_mean": float(sum_N[of].abs().mean()),
@@ -245,6 +220,11 @@ def quantile(counts: list[int], q: float) -> float:
     bounds = (0.0, *BUCKET_BOUNDS, math.inf)
     total = np.cumsum(counts)
     return bounds[int(np.searchsorted(total, q * total[-1]))] if total[-1] else 0.0
+
+
+def _json_bound(bound: float) -> float:
+    """The open bucket's bound, which JSON can't hold, becomes the largest difference that has meaning."""
+    return min(bound, SAFETY_BOUND)
 
 
 def pearson(x: Tensor, y: Tensor) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from prometheus_client import Histogram
+from prometheus_client import Gauge, Histogram
 from torch import Tensor
 
 from services.trainer.batch import Batch, PolicyVersion
@@ -81,6 +81,10 @@ def count_mismatch(run: str, result: StepResult) -> None:
     metric(names.NONFINITE).labels(run=run).inc(m.nonfinite)
     metric(names.TIM_MAX_DELTA).labels(run=run).set(m.delta.abs_max)
     observe_all(metric(names.TIM_DELTA).labels(run=run), result.abs_delta_T)
+    metric(names.EQUAL_FRACTION).labels(run=run).set(m.equal_fraction)
+    metric(names.ULP_MAX).labels(run=run).set(m.ulp_max)
+    for reason, tokens in result.metrics["tim"]["unaudited"].items():
+        metric(names.UNAUDITED_TOKENS).labels(run=run, reason=reason).inc(tokens)
     observe_all(metric(names.INGESTED_DELTA).labels(run=run), result.ingested_abs_delta_T)
 
 
@@ -90,7 +94,10 @@ def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -
     metric(names.POLICY_STEP).labels(role="trainer", member="trainer").set(batch.step + 1)
     metric(names.TRAINED_TOKENS).labels(run=run).inc(batch.num_tokens)
     metric(names.REJECTED_TRAJECTORIES).labels(run=run).inc(row["rejected_trajectories"])
-    metric(names.OPTIMIZER_STEPS_SKIPPED).labels(run=run).inc(len(batch.mini_steps) - row["optimizer_steps"])
+    metric(names.OPTIMIZER_STEPS_SKIPPED).labels(run=run).inc(
+        # A batch that dynamic sampling or an operator left empty is a step left out as well.
+        max(len(batch.mini_steps), 1) - row["optimizer_steps"]
+    )
     for spec, key in (
         (names.LOSS, "loss"),
         (names.REWARD, "reward_mean"),
@@ -98,6 +105,7 @@ def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -
         (names.ENTROPY, "entropy"),
     ):
         metric(spec).labels(run=run).set(row[key])
+    export_mismatch(run, result, row)
     for statistic in CORRECTION_STATISTICS:
         # Absent where the batch has no tokens.
         if statistic in row["mismatch"]["correction"]:
@@ -106,6 +114,49 @@ def export(run: str, batch: Batch, result: StepResult, row: Mapping[str, Any]) -
         metric(names.STEP_SECONDS).labels(run=run, phase=name).observe(end - start)
     observe_all(metric(names.STALENESS_STEPS).labels(run=run), result.staleness_T)
     metric(names.LAST_STEP_TIMESTAMP).labels(run=run).set(row["time"])
+
+
+def export_mismatch(run: str, result: StepResult, row: Mapping[str, Any]) -> None:
+    """Every table's scalars as gauges, the sums by length, and what the correction did."""
+    tables = row["mismatch"]
+    gauges: dict[tuple[str, ...], float] = {}
+    for series in ("same_version", "ingested", "correction"):
+        buckets = {"all": tables[series], **tables.get(f"{series}_by_staleness", {})}
+        for bucket, table in buckets.items():
+            scalars = {k: v for k, v in table.items() if isinstance(v, int | float)}
+            gauges.update({(series, bucket, statistic): value for statistic, value in scalars.items()})
+    set_all(metric(names.MISMATCH), run, gauges)
+    set_all(
+        metric(names.ACCUMULATED_MISMATCH),
+        run,
+        {
+            (statistic, str(bucket["bucket"])): value
+            for bucket in tables["correction"].get("accumulated", ())
+            for statistic, value in bucket.items()
+            if statistic not in ("bucket", "longest")
+        },
+    )
+    set_all(metric(names.CLIP), run, {(statistic,): value for statistic, value in row["clip"].items()})
+    set_all(metric(names.REFERENCE_KL), run, {(statistic,): value for statistic, value in row["kl"].items()})
+    for name, rejected in row["correction"]["rejected_by"].items():
+        metric(names.REJECTED_TOKENS).labels(run=run, reason=name).inc(rejected["tokens"])
+    for reason in ("uniform", "surplus"):
+        metric(names.UNTRAINED_GROUPS).labels(run=run, reason=reason).inc(row[f"{reason}_groups"])
+    observe_all(metric(names.TRAJECTORY_K3).labels(run=run), result.k3_N)
+    observe_all(metric(names.CORRECTION_DELTA).labels(run=run), result.correction_delta_T.abs())
+
+
+def set_all(gauge: Gauge, run: str, values: Mapping[tuple[str, ...], float]) -> None:
+    """Sets these and removes the run's others: what the last step does not have is not what it had before.
+
+    Args:
+        values: by the labels behind `run`.
+    """
+    for labels in list(gauge._metrics):
+        if labels[0] == run and labels[1:] not in values:
+            gauge.remove(*labels)
+    for labels, value in values.items():
+        gauge.labels(run, *labels).set(value)
 
 
 def observe_all(histogram: Histogram, values: Tensor) -> None:

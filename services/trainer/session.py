@@ -18,6 +18,7 @@ import structlog
 import torch
 
 from services.trainer import checkpoint, report
+from services.trainer.admission import NonfiniteReward
 from services.trainer.batch import Batch, BatchError, build_batch
 from services.trainer.config import TrainerConfig
 from services.trainer.copies import ForwardCopy
@@ -27,8 +28,10 @@ from services.trainer.link import Link, Refused, json_ready
 from services.trainer.policy import load_policy
 from services.trainer.server import StatusBoard
 from services.trainer.weights import describe, gather, probe_token_ids, score_probe
-from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
-from shared.models import load_config, resolve_model
+from shared.kernels import InexactKernelError, Ops, build_ops, default_dtype, fingerprint, self_check
+from shared.metrics import names
+from shared.metrics.server import metric
+from shared.models import Decoder, load_config, resolve_model
 from shared.wire.archive import step_path, write_step
 from shared.wire.run import RunConfig, RunState
 from shared.wire.tensor_file import fsync_directory
@@ -77,6 +80,8 @@ class Session:
                         groups, self.config, step=step, vocab_size=self.learner.decoder.config.vocab_size
                     )
                 except BatchError as error:
+                    if isinstance(error, NonfiniteReward) and self._world.is_leader:
+                        metric(names.NONFINITE).labels(run=self.config.run).inc()
                     log.error("batch refused", run=self.config.run, step=step, reason=str(error))
                     self._link.set_state(self.config.run, RunState.PAUSED, reason="poison", detail=str(error))
 
@@ -169,7 +174,7 @@ class Session:
         )
         self._phases = {}
         if self._world.is_leader:
-            write_step(self._archive, batch.step, batch.groups)
+            write_step(self._archive, batch.step, batch.leased)
             _sync_file(Path(step_path(self._archive, batch.step)))
             report.export(self.config.run, batch, result, row)
             with (self._directory / "steps.jsonl").open("a") as file:
@@ -223,7 +228,7 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
         directory.mkdir(parents=True, exist_ok=True)
     world.barrier()
     board.set(run=config.run, phase="loading", world_size=world.size)
-    learner, numerics = _build_learner(config, world)
+    learner, numerics = _build_learner(config, service, world)
     newest = checkpoint.latest(directory / "checkpoints")
     try:
         step = checkpoint.load(newest, learner).step if newest else 0
@@ -241,7 +246,7 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
     return session
 
 
-def _build_learner(config: RunConfig, world: World) -> tuple[Learner, str]:
+def _build_learner(config: RunConfig, service: TrainerConfig, world: World) -> tuple[Learner, str]:
     """A learner with the run's initial weights, and the numerics fingerprint."""
     ops = build_ops(config.numerics, world.device)
     try:
@@ -263,7 +268,23 @@ def _build_learner(config: RunConfig, world: World) -> tuple[Learner, str]:
         )
     except (ValueError, OSError) as error:
         raise UnusableModel(f"{config.model}: {error}") from error
-    return Learner(decoder, config, dtype, world), fingerprint(ops, dtype)
+    directory = None if service.directory is None else Path(service.directory)
+    try:
+        reference = _load_reference(config, ops, dtype, world)
+        learner = Learner(
+            decoder, config, dtype, world, behind=service.older_versions, directory=directory, reference=reference
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise UnusableModel(f"{config.algorithm.kl_reference}: {error}") from error
+    return learner, fingerprint(ops, dtype)
+
+
+def _load_reference(config: RunConfig, ops: Ops, dtype: torch.dtype, world: World) -> Decoder | None:
+    """What a KL penalty compares with, if it is not the run's own model; let go once the learner has its weights."""
+    if config.algorithm.kl_reference is None:
+        return None
+    directory = resolve_model(config.algorithm.kl_reference)
+    return load_policy(directory, ops, dtype, world, activation_checkpointing="none")
 
 
 def _sync_file(path: Path) -> None:

@@ -127,6 +127,58 @@ CORRECTION = Metric(
     "Trainer before the step against sampler, last step: k1, k3, chi2_token, ess_raw, ess_applied, ppl_ratio, skew_index",
     ("run", "statistic"),
 )
+MISMATCH = Metric(
+    "timzero_mismatch",
+    "gauge",
+    "Every scalar of steps.jsonl's block `mismatch`, last step; series same_version, ingested or correction, by staleness bucket",
+    ("run", "series", "staleness", "statistic"),
+)
+ACCUMULATED_MISMATCH = Metric(
+    "timzero_accumulated_mismatch",
+    "gauge",
+    "Summed over a trajectory, trainer before the step against sampler, last step; by the longest length of the bucket",
+    ("run", "statistic", "length"),
+)
+TRAJECTORY_K3 = Metric(
+    "timzero_trajectory_k3", "histogram", "k3 summed over a trajectory, as a correction sees it", ("run",), DELTAS
+)
+CORRECTION_DELTA = Metric(
+    "timzero_correction_abs_delta", "histogram", "|trainer before the step - sampler logprob|", ("run",), DELTAS
+)
+EQUAL_FRACTION = Metric(
+    "timzero_tim_equal_fraction",
+    "gauge",
+    "Share of the compared tokens with equal bits, last step; 1 in exact mode",
+    ("run",),
+)
+ULP_MAX = Metric(
+    "timzero_tim_max_ulp", "gauge", "Largest distance in float32 values, same version, last step", ("run",)
+)
+UNAUDITED_TOKENS = Metric(
+    "timzero_tim_unaudited_tokens_total",
+    "counter",
+    "Trained tokens that were not scored at their own version: mixed_kv, version_not_held, share",
+    ("run", "reason"),
+)
+REJECTED_TOKENS = Metric(
+    "timzero_rejected_tokens_total",
+    "counter",
+    "Tokens that one filter alone would keep out of the loss",
+    ("run", "reason"),
+)
+UNTRAINED_GROUPS = Metric(
+    "timzero_untrained_groups_total",
+    "counter",
+    "Groups left out by dynamic sampling: uniform, surplus",
+    ("run", "reason"),
+)
+CLIP = Metric("timzero_clip_ratio", "gauge", "Shares of the tokens that the clip cut, last step", ("run", "statistic"))
+REFERENCE_KL = Metric(
+    "timzero_reference_kl",
+    "gauge",
+    "Against the reference policy, last step: coef, penalty, k1, k3",
+    ("run", "statistic"),
+)
 LINEAGE_FORKS = Metric(
     "timzero_lineage_forks_total",
     "counter",

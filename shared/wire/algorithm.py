@@ -10,83 +10,14 @@ A loss sees two ratios: to the policy before the batch's update (proximal) and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from shared.config import strict
+from shared.wire.presets import PRESETS, Filter
 
-K1_FILTERS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1", "veto")
-"""Those with bounds on the ratio; all others have an upper bound on their statistic."""
-
-
-@strict
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filter:
-    """One reason to keep a token or a whole trajectory out of the loss; formulas in the trainer's filters.py."""
-
-    on: Literal[
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3", "veto", "mult_prob_error",
-        "kpop", "ipo", "dppo_tv", "dppo_kl", "opsm", "m2po",
-    ]  # fmt: skip
-    """Statistic. veto is seq_max_k1 by its usual name."""
-    high: float
-    """Upper bound: of the ratio for k1 and veto, of the statistic for the others."""
-    low: float | None = None
-    """Lower bound of the ratio for k1 and veto (required); for dppo_* the bound of negative advantages (default: high)."""
-
-    def __post_init__(self) -> None:
-        if self.on in K1_FILTERS:
-            if self.low is None or not 0 < self.low <= 1 <= self.high:
-                raise ValueError(
-                    f"filter {self.on} bounds the ratio: give low and high with 0 < low <= 1 <= high, "
-                    f"got {self.low} and {self.high}"
-                )
-        elif not self.high >= 0:
-            raise ValueError(f"filter {self.on} needs high >= 0, got {self.high}")
-        elif self.low is not None and not (self.on.startswith("dppo") and self.low >= 0):
-            raise ValueError(f"filter {self.on} takes no such low bound, got {self.low}; leave it out")
-
-
-def _rs(on: str, high: float, low: float | None = None) -> tuple[Filter, ...]:
-    return (Filter(on=on, high=high, low=low),)  # type: ignore[arg-type]
-
-
-_GEO, _K3 = _rs("seq_mean_k1", 1.001, 0.999), _rs("seq_mean_k3", 0.01)
-_ICEPOP: dict[str, Any] = {"tis_floor": 0.5, "tis_cap": 5.0, "outside": "mask"}
-_BYPASS: dict[str, Any] = {"mode": "bypass", "tis_cap": None}
-_REINFORCE: dict[str, Any] = {"mode": "bypass", "loss": "reinforce"}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    "decoupled_token_is": {"mode": "decoupled"},
-    "decoupled_seq_is": {"mode": "decoupled", "weight": "sequence"},
-    "decoupled_token_icepop": {"mode": "decoupled", **_ICEPOP},
-    "decoupled_seq_is_rs": {"mode": "decoupled", "weight": "sequence", "filters": _rs("seq_sum_k1", 2.0, 0.5)},
-    "decoupled_geo_rs": {"mode": "decoupled", "tis_cap": None, "filters": _GEO},
-    "decoupled_geo_rs_seq_tis": {"mode": "decoupled", "weight": "sequence", "filters": _GEO},
-    "decoupled_geo_rs_token_tis": {"mode": "decoupled", "filters": _GEO},
-    "decoupled_k3_rs": {"mode": "decoupled", "tis_cap": None, "filters": _K3},
-    "decoupled_k3_rs_seq_tis": {"mode": "decoupled", "weight": "sequence", "filters": _K3},
-    "decoupled_k3_rs_token_tis": {"mode": "decoupled", "filters": _K3},
-    "bypass_ppo_clip": _BYPASS,
-    "bypass_ppo_clip_geo_rs": {**_BYPASS, "filters": _GEO},
-    "bypass_ppo_clip_k3_rs": {**_BYPASS, "filters": _K3},
-    "bypass_pg_is": {**_REINFORCE, "weight": "sequence"},
-    "bypass_pg_token_icepop": {**_REINFORCE, **_ICEPOP},
-    "bypass_pg_geo_rs": {**_REINFORCE, "tis_cap": None, "filters": _GEO},
-    "bypass_pg_geo_rs_seq_tis": {**_REINFORCE, "weight": "sequence", "filters": _GEO},
-    "bypass_pg_geo_rs_token_tis": {**_REINFORCE, "filters": _GEO},
-    "disabled": {"mode": "recompute", "tis_cap": None},
-    "dapo": {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
-    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"},
-    "gspo": {"loss": "gspo", "mode": "bypass", "tis_cap": None, "clip_low": 3e-4, "clip_high": 4e-4,
-             "aggregation": "seq_mean_token_mean"},
-    "prime_rl": {"loss": "reinforce", "mode": "ratio_gradient", "tis_cap": None, "filters": _rs("dppo_tv", 0.2, 0.2)},
-})  # fmt: skip
-"""verl's names with verl's numbers, except that bounds on k1 act on the ratio, as its documentation says; then four recipes."""
+__all__ = ["GROUP_ADVANTAGES", "PRESETS", "AlgorithmConfig", "Filter"]
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline", "maxrl")
 """Advantages that compare siblings."""
@@ -127,7 +58,22 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Times the entropy at the sampling temperature, subtracted from the loss of every accepted token."""
     kl: Literal["none", "k1", "k2", "k3+"] = "none"
-    """Penalty towards a reference policy: k1 in the reward, k2 or k3+ in the loss. Only none until there is a reference."""
+    """Penalty towards a reference policy: k1 in the reward of the trajectory, k2 or k3+ in the loss of each token."""
+    kl_coef: float = 0.0
+    """Times the penalty; with kl_target where it starts."""
+    kl_reference: str | None = None
+    """Hugging Face directory or hub name of the same architecture. None: version 0, the run's own model."""
+    kl_cap: float = 2.0
+    """Of k2 and k3+: the sampler drew their tokens, so each counts min(policy / sampler, cap)."""
+    kl_target: float | None = None
+    """After each step the coefficient is multiplied by 1 + clip(kl / target - 1, +-0.2) * trajectories / kl_horizon, with kl the
+    mean penalty per token. None: it stays."""
+    kl_horizon: int = 10_000
+    """Trajectories over which an error of one would double the coefficient."""
+    dynamic_sampling: bool = False
+    """Train only on groups whose rewards are not all alike (DAPO); the batch stays as long as prompts_per_step says."""
+    dynamic_groups: int = 0
+    """Of the groups that dynamic_sampling leaves, the first so many by number, so prompts_per_step oversamples. 0: all."""
     overlong_buffer: int = 0
     """Tokens before overlong_limit over which the reward falls by overlong_factor. 0: no shaping."""
     overlong_limit: int = 0
@@ -158,6 +104,7 @@ class AlgorithmConfig:
         _check_numbers(self)
         _check_correction(self)
         _check_loss(self)
+        _check_kl(self)
 
     @property
     def ratio_mode(self) -> str:
@@ -175,8 +122,8 @@ class AlgorithmConfig:
 
     @property
     def is_decided_before(self) -> bool:
-        """Something of the correction needs the whole batch's ratios before the first gradient."""
-        return bool(self.all_filters) or self.batch_normalize
+        """Something needs the whole batch's logprobs before the first gradient."""
+        return bool(self.all_filters) or self.batch_normalize or self.kl == "k1"
 
 
 def _take_preset(c: AlgorithmConfig) -> None:
@@ -207,6 +154,8 @@ def _check_numbers(c: AlgorithmConfig) -> None:
         raise ValueError(f"algorithm.dual_clip must be above 1 or absent, got {c.dual_clip}")
     if not min(c.sapo_tau) > 0:
         raise ValueError(f"algorithm.sapo_tau must be above 0, got {c.sapo_tau}")
+    if c.rejection == "none" and c.rejection_bounds != (0.5, 2.0):
+        raise ValueError(f"algorithm.rejection_bounds {c.rejection_bounds} do nothing without rejection; set it")
     low, high = c.rejection_bounds
     if not 0 < low <= 1 <= high and c.rejection.endswith("k1"):
         raise ValueError(f"algorithm.rejection_bounds must satisfy 0 < low <= 1 <= high, got {c.rejection_bounds}")
@@ -225,6 +174,8 @@ def _check_correction(c: AlgorithmConfig) -> None:
         raise ValueError(
             "algorithm.weight, tis_floor, outside and batch_normalize do nothing without a weight; set tis_cap"
         )
+    if c.outside == "mask" and not c.tis_floor and c.tis_cap == math.inf:
+        raise ValueError("algorithm.outside mask has no bounds to mask outside of; set tis_floor or a finite tis_cap")
     if has_weight and c.ratio_mode == "recompute":
         raise ValueError("algorithm.mode recompute ignores the sampler and applies no weight; set tis_cap to none")
     if has_weight and (c.ratio_mode == "ratio_gradient" or (c.ratio_mode == "bypass" and c.loss != "reinforce")):
@@ -244,8 +195,6 @@ def _check_correction(c: AlgorithmConfig) -> None:
 
 
 def _check_loss(c: AlgorithmConfig) -> None:
-    if c.kl != "none":
-        raise ValueError(f"algorithm.kl {c.kl} needs a reference policy, which a run does not have yet; set it to none")
     modes = LOSS_MODES.get(c.loss, ("recompute", "decoupled", "bypass"))
     if c.ratio_mode not in modes:
         raise ValueError(f"algorithm.loss {c.loss} runs in mode {' or '.join(modes)}, got {c.ratio_mode}")
@@ -266,3 +215,32 @@ def _check_loss(c: AlgorithmConfig) -> None:
         )
     if c.aggregation_length is not None and c.aggregation_length < 1:
         raise ValueError(f"algorithm.aggregation_length must be >= 1, got {c.aggregation_length}")
+    if c.dynamic_groups and not c.dynamic_sampling:
+        raise ValueError(
+            "algorithm.dynamic_groups does nothing without dynamic_sampling; set it, or lower prompts_per_step"
+        )
+    if c.dynamic_groups < 0:
+        raise ValueError(f"algorithm.dynamic_groups must be >= 0, got {c.dynamic_groups}")
+
+
+def _check_kl(c: AlgorithmConfig) -> None:
+    if c.kl == "none":
+        if (c.kl_coef, c.kl_reference, c.kl_cap, c.kl_target, c.kl_horizon) != (0.0, None, 2.0, None, 10_000):
+            raise ValueError(
+                "algorithm.kl_coef, kl_reference, kl_cap, kl_target and kl_horizon do nothing without kl; set it"
+            )
+        return
+    if not 0 < c.kl_coef < math.inf:
+        raise ValueError(f"algorithm.kl {c.kl} does nothing without a finite kl_coef above 0, got {c.kl_coef}")
+    if c.kl == "k1" and c.kl_cap != 2.0:
+        raise ValueError(
+            "algorithm.kl_cap belongs to k2 and k3+; a k1 in the reward has no weight of its own; leave it out"
+        )
+    if not c.kl_cap > 0:
+        raise ValueError(f"algorithm.kl_cap must be above 0, got {c.kl_cap}")
+    if c.kl_target is None and c.kl_horizon != 10_000:
+        raise ValueError("algorithm.kl_horizon does nothing without kl_target; set it")
+    if (c.kl_target is not None and not c.kl_target > 0) or c.kl_horizon < 1:
+        raise ValueError(
+            f"algorithm.kl_target must be above 0 and kl_horizon at least 1, got {c.kl_target} and {c.kl_horizon}"
+        )

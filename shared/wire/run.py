@@ -84,6 +84,9 @@ class RunConfig:
     """From generated to rewarded. A missed one pauses the run; it is never a reward of zero."""
     on_mismatch: Literal["stop", "continue"] = "stop"
     """What exact mode does when one bit of one logprob differs."""
+    audit_share: float = 1.0
+    """Share of the groups, chosen by number, whose tokens are scored under older versions only to be compared with the engine's.
+    What the step needs scored anyway is always compared."""
     micro_batch_tokens: int = 4096
     """Packed rows of one forward and backward, at most (a single group may exceed it)."""
     activation_checkpointing: Literal["none", "elementwise", "mlp", "layer"] = "none"
@@ -101,6 +104,8 @@ class RunConfig:
                      "keep_checkpoints", "micro_batch_tokens"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
         _at_least("lag", self.lag, 0)
+        if not 0 <= self.audit_share <= 1:
+            raise ValueError(f"audit_share must be in [0, 1], got {self.audit_share}")
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature must be above 0 (greedy belongs to the evaluation lane), got {self.temperature}"
@@ -110,6 +115,12 @@ class RunConfig:
         if self.algorithm.mini_steps > self.prompts_per_step:
             raise ValueError(
                 f"algorithm.mini_steps ({self.algorithm.mini_steps}) exceeds prompts_per_step ({self.prompts_per_step})"
+            )
+        most = self.algorithm.dynamic_groups
+        if most > self.prompts_per_step or 0 < most < self.algorithm.mini_steps:
+            raise ValueError(
+                f"algorithm.dynamic_groups ({most}) must lie between mini_steps ({self.algorithm.mini_steps}) and the "
+                f"prompts_per_step ({self.prompts_per_step}) from which they are taken"
             )
         if self.algorithm.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
             raise ValueError(

@@ -57,6 +57,13 @@ def test_a_preset_bounds_the_ratio_and_not_its_inverse() -> None:
         ({"aggregation_length": 10}, "aggregation_length belongs"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "aggregation_length belongs"),
         ({"overlong_limit": 100}, "do nothing without overlong_buffer"),
+        ({"rejection_bounds": [0.9, 1.1]}, "do nothing without rejection"),
+        ({"dynamic_groups": 4}, "does nothing without dynamic_sampling"),
+        ({"kl": "k2"}, "does nothing without a finite kl_coef"),
+        ({"kl_coef": 0.1}, "do nothing without kl"),
+        ({"kl_reference": "other"}, "do nothing without kl"),
+        ({"kl": "k1", "kl_coef": 0.1, "kl_cap": 3.0}, "no weight of its own"),
+        ({"kl": "k2", "kl_coef": 0.1, "kl_horizon": 10}, "kl_horizon does nothing"),
         # counts twice
         ({"mode": "bypass"}, "count it twice"),
         ({"loss": "topr"}, "count it twice"),
@@ -68,10 +75,12 @@ def test_a_preset_bounds_the_ratio_and_not_its_inverse() -> None:
         ({"loss": "topr", "mode": "decoupled"}, "runs in mode bypass"),
         ({"batch_normalize": True, "weight": "geometric"}, "batch_normalize"),
         ({"batch_normalize": True, "loss": "reinforce"}, "batch_normalize"),
-        ({"kl": "k2"}, "reference policy"),
         # numbers
         ({"tis_floor": 3.0}, "tis_floor"),
         ({"dual_clip": 1.0, "mini_steps": 2}, "dual_clip"),
+        ({"kl": "k3+", "kl_coef": 0.1, "kl_cap": 0.0}, "kl_cap must be above 0"),
+        ({"kl": "k1", "kl_coef": 0.1, "kl_target": 0.0}, "kl_target must be above 0"),
+        ({"dynamic_sampling": True, "dynamic_groups": -1}, "dynamic_groups must be"),
         ({"entropy_coef": -1.0}, "entropy_coef"),
         ({"overlong_buffer": 10, "overlong_limit": 5}, "overlong_limit above it"),
         ({"filters": [{"on": "veto", "high": 1e4}]}, "give low and high"),
@@ -85,6 +94,11 @@ def test_a_preset_bounds_the_ratio_and_not_its_inverse() -> None:
 def test_an_algorithm_that_cannot_work_is_refused_and_told_why(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         structure(AlgorithmConfig, changes)
+
+
+def test_a_mask_without_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="no bounds to mask outside of"):
+        AlgorithmConfig(tis_cap=float("inf"), outside="mask")
 
 
 def test_the_mode_follows_from_the_loss_unless_it_is_given() -> None:

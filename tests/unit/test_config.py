@@ -53,7 +53,7 @@ runs = st.builds(
         AlgorithmConfig,
         mini_steps=st.integers(1, 8),
         tis_cap=st.none() | st.floats(0.1, 10),
-        rejection=st.sampled_from(["none", "seq_mean_k1", "seq_sum_k3"]),
+        rejection=st.sampled_from(["seq_mean_k1", "seq_sum_k3"]),
         rejection_bounds=st.tuples(st.floats(0.01, 1), st.floats(1, 100)),
     ),
     optimizer=st.builds(OptimizerConfig, lr=st.floats(0, 1), betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),

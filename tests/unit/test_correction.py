@@ -35,6 +35,8 @@ def b0() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def config(rejection: str, low: float, high: float) -> AlgorithmConfig:
+    if rejection == "none":
+        return AlgorithmConfig()
     return AlgorithmConfig(rejection=rejection, rejection_bounds=(low, high))  # type: ignore[arg-type]
 
 

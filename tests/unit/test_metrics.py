@@ -29,6 +29,9 @@ BOUNDED_LABELS = {
     "member",
     "phase",
     "statistic",
+    "series",
+    "staleness",
+    "length",
     "transport",
 }
 """Labels whose values are few. A trajectory, group or prompt id is never one of them."""
