@@ -1,0 +1,177 @@
+"""The whole loop of services on this machine: how a step's time is split, and the TIM of every token.
+
+`python -m benchmarks.loop [--out FILE] [--tiny] [key=value ...]`
+
+Starts gateway, rollout, trainer, weight_sync and Valkey as `timzero train --local` does, from benchmarks/loop.toml; keys are
+those of that command (`run.model=DIR`, `num_steps=6`, `rollout.kv_cache_tokens=65536`). Needs no network where the model is a
+directory.
+"Generation" is the time in which the replica computes, "training" that in which the trainer scores or trains; the rest of a
+step, in which neither does, is told by the phase that the trainer is in meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Record, Recorder, machine, report
+from benchmarks.timeline import Scraper, Series, Span, split, windows
+from shared.wire.ports import HeldPort
+from timzero import model
+from timzero.connect import connect
+from timzero.display import TerminalDisplay
+from timzero.job import Job, load_job
+from timzero.local import stack_of
+from timzero.outcome import Outcome
+from timzero.train import Driver
+
+CONFIG = Path(__file__).with_name("loop.toml")
+BUSY = "timzero_engine_step_seconds_sum"
+"""The replica's seconds inside its step."""
+DEVICE, IDLE = "timzero_engine_device_seconds_total", "timzero_engine_idle_seconds_total"
+"""The replica's GPU seconds, and those in which its GPU waited for the host although there was work."""
+MAX_NEITHER, MAX_IDLE = 0.20, 0.05
+"""Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
+TINY = (
+    "run.model=tiny-sort", "num_steps=5", "prompts_per_step=4", "samples_per_prompt=4", "checkpoint_interval=2", "dtype=float32",
+    "sampling.max_tokens=12", "rollout.kv_cache_tokens=4096", "rollout.max_running=16",
+)  # fmt: skip
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file for the records")
+    parser.add_argument("--tiny", action="store_true", help="a model of 76k parameters and few samples")
+    parser.add_argument(
+        "--against", type=Path, help="records of another machine, to compare with where the setting is the same"
+    )
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    return parser.parse_args(words)
+
+
+def run(job: Job, directory: Path, display: TerminalDisplay) -> tuple[Outcome, Series]:
+    """The job on services of its own, and what its replica's counters said meanwhile."""
+    held = HeldPort()
+    table = replace(job.local, rollout={**job.local.rollout, "metrics_port": held.port})
+    with (
+        stack_of(table, directory, announce=display.note) as stack,
+        Scraper(f"http://127.0.0.1:{held.port}/metrics") as scraper,
+        connect(stack.base_url) as client,
+    ):
+        outcome = Driver(client, job, display, check=stack.check).drive()
+    held.close()
+    return outcome, scraper.series
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """What two runs must have in common to be compared."""
+    return {
+        "model": Path(job.run.model).name,
+        "samples": job.run.prompts_per_step * job.run.samples_per_prompt,
+        "tokens": job.sampling.max_tokens,
+        "lag": job.run.lag,
+    }
+
+
+def exactness(outcome: Outcome, job: Job) -> Iterator[Record]:
+    """Bits of every trained token, all steps."""
+    params = settings(job) | {"steps": len(outcome.steps)}
+    compared = sum(s.compared_tokens for s in outcome.steps)
+    yield Record("loop", "tim", params, job.run.numerics, "compared_tokens", compared, "tokens")
+    yield Record(
+        "loop", "tim", params, job.run.numerics, "trained_tokens", sum(s.tokens for s in outcome.steps), "tokens"
+    )
+    differing = sum(s.differing_bits for s in outcome.steps)
+    yield Record("loop", "tim", params, job.run.numerics, "differing_bits", differing, "bits")
+
+
+def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
+    """Medians over the steps that are neither the first ones nor the last."""
+    found = [
+        (window, row, split(window, row["phases"], series, BUSY))
+        for window, row in windows([s.metrics for s in outcome.steps])
+    ]
+    params = settings(job) | {"steps": len(found)}
+
+    def record(metric: str, values: list[float], unit: str, **more: Any) -> Record:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        spread = [round(low, 6), round(high, 6)]
+        return Record(
+            "loop", "step", params, job.run.numerics, metric, statistics.median(values), unit, spread=spread, **more
+        )
+
+    lengths = [window[1] - window[0] for window, _, _ in found]
+    yield record("step_s", lengths, "s")
+    yield record("tokens_per_s", [row["tokens"] / n for (_, row, _), n in zip(found, lengths, strict=True)], "tokens/s")
+    for part in dict.fromkeys(name for _, _, parts in found for name in parts):
+        yield record(f"{part}_s", [parts.get(part, 0.0) for _, _, parts in found], "s")
+    share = [neither(parts) / n for (_, _, parts), n in zip(found, lengths, strict=True)]
+    at_most = {"baseline": f"at most {MAX_NEITHER}", "ratio": MAX_NEITHER / max(statistics.median(share), 1e-9)}
+    yield record("neither_share", share, "of a step", **at_most)
+    if series.has(DEVICE) and series.increase(DEVICE, span_of(series)) > 0:
+        idle = [waiting(series, window) for window, _, _ in found]
+        at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(idle), 1e-9)}
+        yield record("gpu_waits_share", idle, "of generation", **at_most)
+
+
+def neither(parts: Mapping[str, float]) -> float:
+    return sum(seconds for name, seconds in parts.items() if name not in ("overlapped", "training", "generation"))
+
+
+def span_of(series: Series) -> Span:
+    return series.times[0], series.times[-1]
+
+
+def waiting(series: Series, window: Span) -> float:
+    """Share of the GPU's time in generation that it waited for the host."""
+    device, idle = series.increase(DEVICE, window), series.increase(IDLE, window)
+    return idle / max(device + idle, 1e-9)
+
+
+def compare(records: list[Record], path: Path) -> None:
+    """Fills in ratios to the records of another machine that has run the same setting."""
+    others = {(r["case"], r["metric"], key(r["params"])): r for r in json.loads(path.read_text())}
+    for record in records:
+        other = others.get((record.case, record.metric, key(record.params)))
+        if other is not None and record.metric == "tokens_per_s":
+            record.baseline, record.ratio = other["machine"], record.value / other["value"]
+
+
+def key(params: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in params.items() if name != "steps"}, sort_keys=True)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = arguments(words)
+    job = load_job(CONFIG, [*(TINY if args.tiny else ()), *args.keys])
+    job = job.with_run(model=str(model.get(job.run.model)))
+    if job.run.num_steps < 4:
+        print(
+            f"num_steps must be at least 4, got {job.run.num_steps}: the first two steps and the last are not timed",
+            file=sys.stderr,
+        )
+        return 2
+    recorder = Recorder(args.out)
+    with tempfile.TemporaryDirectory(prefix="timzero-loop-") as directory, TerminalDisplay("loop") as display:
+        display.note(f"{settings(job)} on {machine()}")
+        outcome, series = run(job, Path(directory) / "run", display)
+    for record in (*exactness(outcome, job), *times(outcome, job, series)):
+        recorder.add(record)
+    if args.against:
+        compare(recorder.records, args.against)
+    recorder.save()
+    report(recorder.records)
+    for problem in outcome.problems:
+        print(f"error: {problem}")
+    return 1 if outcome.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
