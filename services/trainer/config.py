@@ -32,6 +32,16 @@ class TrainerConfig:
     exit_when_done: bool = False
     """Exit with code 0 after the first run that ends, instead of waiting for the next."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    reshard_after_forward: bool = True
+    """Free gathered weights behind each layer's forward. False gathers once a step: less traffic, more memory."""
+    offload: bool = False
+    """Masters, gradients and moments in the host's memory, where the optimizer then runs."""
+    background_checkpoints: bool = False
+    """Write checkpoints from a copy in the host's memory while training goes on."""
+    export_dir: str | None = None
+    """Where versions are written as Hugging Face directories: {export_dir}/{run}/step-XXXXXXXX."""
+    export_interval: int = 0
+    """Steps between exports; 0: only after the last step."""
     threads: int = 1
     """Of torch, per rank; part of the numerics fingerprint."""
     host: str = "127.0.0.1"
@@ -57,6 +67,10 @@ class TrainerConfig:
         for name in ("threads", "poll_s", "publish_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.export_interval < 0 or (self.export_interval and self.export_dir is None):
+            raise ValueError(
+                f"export_interval must be >= 0 and goes with export_dir, got {self.export_interval} and {self.export_dir!r}"
+            )
         if not self.collective_timeout_s > self.publish_deadline_s:
             raise ValueError(
                 f"collective_timeout_s ({self.collective_timeout_s}) must exceed publish_deadline_s ({self.publish_deadline_s})"

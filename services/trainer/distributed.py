@@ -82,7 +82,7 @@ class World:
         return message["answer"]
 
     def merge(self, parts: Tensor) -> Tensor:
-        """Combine int32 arrays in which each element is set by one rank and 0 on all others; exact whatever the bits mean.
+        """Add up int32 arrays in place; where each element is set by one rank and 0 on all others, exact whatever the bits mean.
 
         Args:
             parts: int32 on the CPU.
@@ -90,6 +90,10 @@ class World:
         if self.size > 1:
             dist.all_reduce(parts)
         return parts
+
+    def count(self, is_so: bool) -> int:
+        """On how many ranks it is so."""
+        return int(self.merge(torch.tensor([int(is_so)], dtype=torch.int32)))
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -107,8 +111,10 @@ def join(device: str, *, timeout_s: float) -> World:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=timeout_s)
+    where = torch.device(device)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(where)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         store = dist.HashStore() if size == 1 else None
@@ -116,7 +122,7 @@ def join(device: str, *, timeout_s: float) -> World:
     return World(
         rank=rank,
         size=size,
-        device=torch.device(device),
+        device=where,
         mesh=init_device_mesh(device, (size,), mesh_dim_names=("shard",)),
     )
 

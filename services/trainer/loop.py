@@ -27,7 +27,7 @@ def train_run(session: Session) -> None:
     """Train a run to its end. Runs alike on every rank.
 
     consumes: leased batches, in number order
-    produces: versions, step records, checkpoints
+    produces: versions, step records, checkpoints, exports
     waits for: a complete batch (in slices of `poll_s`); weight_sync (up to `publish_deadline_s`); a paused run's resumption
     unblocked by: the dispatcher, weight_sync, an operator; SIGTERM (Stopping), the run's end (RunEnded), a newer trainer
         (Refused)
@@ -39,6 +39,7 @@ def train_run(session: Session) -> None:
         session.guard(batch, result)
         session.publish()
         session.record(batch, result)
+        session.settle_checkpoint()
         if session.step % config.checkpoint_interval == 0:
             session.checkpoint()
     session.checkpoint()
@@ -76,4 +77,7 @@ def serve_run(config: RunConfig, service: TrainerConfig, link: Link, board: Stat
         link.take_over(config.run, next_step=link.durable_step(config.run))
         link.set_state(config.run, RunState.FAILED, reason="model", detail=str(error))
         return
-    train_run(session)
+    try:
+        train_run(session)
+    finally:
+        session.close()

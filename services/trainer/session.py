@@ -23,9 +23,10 @@ from services.trainer.batch import Batch, BatchError, build_batch
 from services.trainer.config import TrainerConfig
 from services.trainer.copies import ForwardCopy
 from services.trainer.distributed import World
+from services.trainer.export import export
 from services.trainer.learner import Learner, StepResult
 from services.trainer.link import Link, Refused, json_ready
-from services.trainer.policy import load_policy
+from services.trainer.policy import Placement, load_policy
 from services.trainer.server import StatusBoard
 from services.trainer.weights import describe, gather, probe_token_ids, score_probe
 from shared.kernels import InexactKernelError, Ops, build_ops, default_dtype, fingerprint, self_check
@@ -56,6 +57,7 @@ class Session:
         directory: Path,
         numerics: str,
         durable_step: int,
+        service: TrainerConfig,
     ) -> None:
         self.config, self.learner = config, learner
         self._link, self._board, self._directory, self._numerics = link, board, directory, numerics
@@ -63,6 +65,17 @@ class Session:
         self._probe = probe_token_ids(config, learner.decoder.config.vocab_size)
         self._phases: dict[str, list[float]] = {}
         self.durable_step = durable_step
+        self._service = service
+        self._saver = checkpoint.Saver(
+            directory / "checkpoints",
+            learner.world,
+            keep=config.keep_checkpoints,
+            in_background=service.background_checkpoints,
+        )
+
+    def close(self) -> None:
+        """Whatever ended the training."""
+        self._saver.close()
 
     @property
     def step(self) -> int:
@@ -88,6 +101,8 @@ class Session:
     def _wait_for_batch(self, step: int) -> list[Group]:
         """Its groups; waits for them, and while the run is paused."""
         while (groups := self._link.lease(self.config.run, step)) is None:
+            # The batch may be held back until a checkpoint frees the queue.
+            self.settle_checkpoint()
             # A batch that needs a version which weight_sync lost would be waited for in vain.
             self.publish_lost()
         return groups
@@ -125,6 +140,7 @@ class Session:
         with self._phase("publish"):
             current = self.learner.copies.current.version
             self._publish(self.learner.copies.take(current.step + 1, lineage=current.lineage))
+            self.export()
 
     def publish_lost(self, *, at_start: bool = False) -> None:
         """What weight_sync does not hold (any more) of the versions that a batch may need, oldest first: an evaluation whose
@@ -184,17 +200,39 @@ class Session:
         log.info("step", run=self.config.run, **report.headline(row))
 
     def checkpoint(self) -> None:
-        """Durable state first, then what it covers may be forgotten elsewhere."""
-        if self.durable_step == self.step:
-            return
+        """Begin one; it is durable at once unless checkpoints are written in the background."""
         with self._phase("checkpoint"):
-            checkpoint.save(self._directory / "checkpoints", self.learner, keep=self.config.keep_checkpoints)
-            self.durable_step = self.step
-            self._link.commit_trained(self.config.run, durable_step=self.step, archive=self._archive)
-            self._link.retain(self.config.run, max(0, self.step - self.config.lag))
-        report.export_checkpoint(self.config.run, self.step)
-        self._board.set(checkpoint_step=self.step)
-        log.info("checkpoint durable", run=self.config.run, step=self.step)
+            self.settle_checkpoint(wait=True)
+            if self.durable_step == self.step:
+                return
+            self._saver.begin(self.learner)
+            is_last = self.step >= self.config.num_steps
+            self.settle_checkpoint(wait=is_last or not self._service.background_checkpoints)
+
+    def settle_checkpoint(self, *, wait: bool = False) -> None:
+        """Durable state first, then what it covers may be forgotten elsewhere."""
+        step = self._saver.settle(wait=wait)
+        if step is None:
+            return
+        self.durable_step = step
+        self._link.commit_trained(self.config.run, durable_step=step, archive=self._archive)
+        self._link.retain(self.config.run, max(0, step - self.config.lag))
+        report.export_checkpoint(self.config.run, step)
+        self._board.set(checkpoint_step=step)
+        log.info("checkpoint durable", run=self.config.run, step=step)
+
+    def export(self) -> None:
+        """The current version as a Hugging Face directory, where the configuration asks for one."""
+        service, step = self._service, self.step
+        is_due = step >= self.config.num_steps or (service.export_interval and step % service.export_interval == 0)
+        if service.export_dir is None or not is_due:
+            return
+        path = Path(service.export_dir) / self.config.run / f"step-{step:08d}"
+        learner = self.learner
+        export(
+            learner.decoder, learner.copies.current, self._world, path, companions_from=resolve_model(self.config.model)
+        )
+        log.info("exported", run=self.config.run, step=step, path=str(path))
 
     def complete(self) -> None:
         """All steps are trained, durable and published."""
@@ -240,7 +278,7 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
     kernels = learner.decoder.ops.describe()
     board.set(kernels=kernels, fingerprint=numerics, epoch=link.epoch, checkpoint_step=step, step=step)
     report.export_kernels(kernels)
-    session = Session(config, learner, link, board, directory, numerics, durable_step=step)
+    session = Session(config, learner, link, board, directory, numerics, step, service)
     session.publish_lost(at_start=True)
     log.info("run loaded", run=config.run, step=step, resumed=newest is not None, fingerprint=numerics)
     return session
@@ -264,7 +302,12 @@ def _build_learner(config: RunConfig, service: TrainerConfig, world: World) -> t
         raise Refused(str(error)) from error
     try:
         decoder = load_policy(
-            model_directory, ops, dtype, world, activation_checkpointing=config.activation_checkpointing
+            model_directory,
+            ops,
+            dtype,
+            world,
+            activation_checkpointing=config.activation_checkpointing,
+            placement=Placement(service.reshard_after_forward, service.offload),
         )
     except (ValueError, OSError) as error:
         raise UnusableModel(f"{config.model}: {error}") from error

@@ -11,6 +11,7 @@ from shared.models.loader import (
     read_tensors,
     resolve_model,
     save_model,
+    save_sharded,
     weight_files,
 )
 from shared.models.recompute import Recompute
@@ -33,5 +34,6 @@ __all__ = [
     "read_tensors",
     "resolve_model",
     "save_model",
+    "save_sharded",
     "weight_files",
 ]

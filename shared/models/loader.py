@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from shared.models.recompute import Recompute
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 4 << 30
 _DOWNLOADS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _COMPANIONS = (
     "generation_config.json",
@@ -148,7 +150,56 @@ def save_model(
         for name, tensor in sorted(weights.items())
     }
     save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
-    hf = {**config.to_hf(), "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch.")}
+    save_config(config, directory, dtype=next(iter(tensors.values())).dtype, companions_from=companions_from)
+
+
+def save_sharded(
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    companions_from: str | Path | None = None,
+) -> None:
+    """Like `save_model`, for weights that do not fit into memory together: one file's tensors are held at a time.
+
+    Args:
+        shapes: of every tensor, by Hugging Face name.
+        read: the tensor of a name, asked for once each, in the order of the names.
+        dtype: of the files.
+        max_file_bytes: a file is closed before it would exceed them; a larger tensor has a file of its own.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files: list[list[str]] = []
+    room = 0
+    for name in sorted(shapes):
+        size = math.prod(shapes[name]) * dtype.itemsize
+        if not files or size > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(name)
+        room -= size
+    count = len(files)
+    index = {}
+    for number, names in enumerate(files, 1):
+        file = _WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        tensors = {name: read(name).detach().to(device="cpu", dtype=dtype).contiguous() for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(names, file))
+    if count > 1:
+        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
+    save_config(config, directory, dtype=dtype, companions_from=companions_from)
+
+
+def save_config(
+    config: ModelConfig, directory: Path, *, dtype: torch.dtype, companions_from: str | Path | None
+) -> None:
+    """config.json, and copies of the companions; arguments as for `save_model`."""
+    hf = {**config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     for name in _COMPANIONS:
         if companions_from is not None and (Path(companions_from) / name).exists():

@@ -283,12 +283,14 @@ def test_a_run_on_two_ranks(model: Path, services: tuple[str, str], tmp_path: Pa
 async def _two_ranks(model: Path, services: tuple[str, str], run_dir: Path) -> None:
     config = replace(config_of(model, "two-ranks", num_steps=2), micro_batch_tokens=30)
     async with Stage(*services) as stage:
-        with stage.trainer(run_dir, "exit_when_done=true", ranks=2) as trainer:
+        extra = ("background_checkpoints=true", f"export_dir={run_dir}/exported", "reshard_after_forward=false")
+        with stage.trainer(run_dir, "exit_when_done=true", *extra, ranks=2) as trainer:
             await stage.store.create_run(config)
             for batch in range(2):
                 await stage.serve_batch(config, batch)
             stage.wait_state("two-ranks", RunState.COMPLETED)
             assert trainer.wait() == 0
+    assert [p.name for p in (run_dir / "exported" / "two-ranks").iterdir()] == ["step-00000002"]
     rows = steps_of(run_dir, "two-ranks")
     assert [row["tim"]["differing_tokens"] for row in rows] == [0, 0]
     assert {row["world_size"] for row in rows} == {2}
