@@ -68,15 +68,15 @@ def test_replicas_follow_the_needed_version_and_continue_each_other(weight_sync,
             ]
             assert got[0] == got[1], "the choice of replica cannot change a token"
         # SIGKILL in mid-generation; the other one goes on behind what arrived.
-        arrived: dict[str, list[int]] = {f"demo.0.{i}": [] for i in range(3)}
+        arrived: dict[str, list[int]] = {f"demo.0.{i}": [] for i in range(12)}
         logprobs = dict.fromkeys(arrived, b"")
-        stream = first_stub.Generate(request_of(digests[0], PROMPT, samples=3, max_tokens=140), timeout=DEADLINE_S)
+        stream = first_stub.Generate(request_of(digests[0], PROMPT, samples=12, max_tokens=140), timeout=DEADLINE_S)
 
         def receive_and_kill() -> None:
             for chunk in stream:
                 arrived[chunk.trajectory_id] += int32_array(chunk.token_ids).tolist()
                 logprobs[chunk.trajectory_id] += chunk.logprobs
-                if sum(map(len, arrived.values())) >= 30 and first.process.poll() is None:
+                if all(arrived.values()) and first.process.poll() is None:
                     first.process.send_signal(signal.SIGKILL)
                     first.process.wait(timeout=DEADLINE_S)
 
@@ -87,13 +87,13 @@ def test_replicas_follow_the_needed_version_and_continue_each_other(weight_sync,
         request = request_of(
             digests[0],
             PROMPT,
-            samples=3,
+            samples=12,
             max_tokens=140,
-            continued={i: arrived[f"demo.0.{i}"] for i in range(3)},
+            continued={i: arrived[f"demo.0.{i}"] for i in range(12)},
         )
         rest = collect(second_stub.Generate(request, timeout=DEADLINE_S))
         driver = Driver()
-        driver.submit(PROMPT, samples=3, max_tokens=140)
+        driver.submit(PROMPT, samples=12, max_tokens=140)
         expected = driver.run()
         for t, tokens in arrived.items():
             alone = expected[t.removeprefix("demo.")]

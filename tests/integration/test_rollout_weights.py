@@ -28,7 +28,7 @@ def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(versi
     peer, _, stub, digest = version0
     manifest = manifest_of(seed=1, step=1)
     peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
-    stream = stub.Generate(request_of(digest, PROMPT, samples=2, max_tokens=140), timeout=DEADLINE_S)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
     chunks = [next(stream)]
     reply = stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
     assert reply.manifest_digest == manifest.version.digest
@@ -36,7 +36,7 @@ def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(versi
     commit = stub.CommitWeights(pb.CommitWeightsRequest(manifest_digest=manifest.version.digest), timeout=DEADLINE_S)
     assert (commit.probe_tokens, commit.probe_differing) == (52, 0)
     got = collect([*chunks, *stream])
-    assert len(got) == 2
+    assert len(got) == 8
     for t in got.values():
         assert t["finish"] == "length"
         for step in sorted(set(t["steps"])):
@@ -67,7 +67,7 @@ def test_abort_weights_gives_up_a_drain_and_drops_staging(version0):
     manifest = manifest_of(seed=1, step=1)
     peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
     stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
-    stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=12, max_tokens=140), timeout=DEADLINE_S)
     first = next(stream)
     commit = stub.CommitWeights.future(
         pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="drain"), timeout=DEADLINE_S
@@ -189,7 +189,7 @@ def test_another_run_takes_over_with_its_own_tokenizer_and_ends_what_ran(version
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0 "))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    stream = stub.Generate(request_of(digest, PROMPT, samples=2, max_tokens=140), timeout=DEADLINE_S)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=24, max_tokens=140), timeout=DEADLINE_S)
     chunks = [next(stream)]
     manifest = manifest_of(seed=0, step=0, run="other", model=str(tmp_path))
     serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
