@@ -11,7 +11,7 @@ Legend: T trainable tokens of the batch.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -143,5 +143,6 @@ class Scorer:
         """[T] bool: the same groups whatever the cut, the world and the restart."""
         share = self._config.audit_share
         names = (f"{self._config.run}.{self._config.seed}.{g.prompt_number}" for g in batch.groups)
-        selected_G = torch.tensor([zlib.crc32(name.encode()) < share * 2**32 for name in names], dtype=torch.bool)
+        drawn = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") for name in names]
+        selected_G = torch.tensor([d < share * 2**32 for d in drawn], dtype=torch.bool)
         return selected_G[batch.group_N[batch.sequence_T]]

@@ -1,0 +1,217 @@
+"""Weights other than the ones in training: the reference of a KL penalty, and older versions that tokens are audited under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer import checkpoint
+from services.trainer.batch import build_batch
+from services.trainer.distributed import join, leave
+from services.trainer.learner import Learner
+from services.trainer.loss import kl_penalty
+from services.trainer.policy import score_batch
+from services.trainer.scoring import Scorer
+from shared.models import resolve_model
+from shared.wire.algorithm import AlgorithmConfig
+from shared.wire.tensor_file import write_version
+from shared.wire.tensors import build_manifest
+from tests.integration.algorithm_testing import HOT, Changing, Rig, make_rig
+from tests.integration.trainer_testing import VOCAB, Engine, build_learner, engine_of, masters, publish, tiny_model
+
+KINDS = ("k1", "k2", "k3+")
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    world = join("cpu", timeout_s=60)
+    yield make_rig(tmp_path_factory.mktemp("model"), world)
+    leave()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def penalised(kind: str, coef: float = 0.5, **changes: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(kl=kind, kl_coef=coef, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_is_its_own_reference_pays_nothing(rig: Rig, kind: str) -> None:
+    (got,), digest = rig.train(rig.learner(penalised(kind)))
+    _, plain = rig.train(rig.learner())
+    assert got.metrics["kl"] == {"coef": 0.5, "penalty": 0, "k1": 0, "k3": 0}
+    assert digest == plain, "version 0 is the reference, to the bit"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_penalty_is_that_of_version_zero_however_far_the_policy_is(rig: Rig, kind: str) -> None:
+    learner = rig.learner(penalised(kind))
+    rig.train(learner)
+    batch = rig.batch(learner, 1)
+    scores = learner.score(batch)
+    zero = score_batch(rig.learner().decoder, batch, rig.world).logprob_T
+    assert scores.reference_T is not None
+    assert same_bits(scores.reference_T, zero)
+    policy = score_batch(learner.decoder, batch, rig.world).logprob_T
+    metrics = learner.train(batch, scores).metrics
+    assert metrics["kl"]["penalty"] == pytest.approx(float(kl_penalty(kind, policy, zero).double().mean()), abs=1e-9)
+    assert metrics["kl"]["k3"] > 0
+    assert metrics["mismatch"]["same_version"]["equal_fraction"] == 1, "the reference does not disturb the audit"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strong_penalty_keeps_the_policy_near(rig: Rig, kind: str) -> None:
+    distances = []
+    for coef in (1e-9, 30.0):
+        learner = rig.learner(penalised(kind, coef), lag=0, optimizer=replace(HOT, lr=3e-3))
+        rig.train(learner)
+        # The same batch again and again, off-policy ever more: the pull is all that differs.
+        for _ in range(3):
+            batch = rig.batch(learner)
+            learner.train(batch, learner.score(batch))
+        batch = rig.batch(learner)
+        distances.append(learner.train(batch, learner.score(batch)).metrics["kl"]["k3"])
+    assert distances[1] < distances[0]
+
+
+def test_a_named_model_is_the_reference_and_one_of_another_shape_is_refused(rig: Rig, tmp_path: Path) -> None:
+    other = rig.learner().world
+    named = tiny_model(tmp_path / "named", seed=1)
+    config = rig.learner(penalised("k2", kl_reference=str(named))).config
+    theirs = build_learner(replace(config, model=str(named), algorithm=AlgorithmConfig()), other)
+    mine = build_learner(replace(config, algorithm=AlgorithmConfig()), other)
+    learner = Learner(mine.decoder, config, mine.dtype, other, reference=theirs.decoder)
+    publish(learner, 0)
+    batch = rig.batch(learner)
+    scores = learner.score(batch)
+    assert scores.reference_T is not None
+    assert same_bits(scores.reference_T, score_batch(theirs.decoder, batch, other).logprob_T)
+    assert learner.train(batch, scores).metrics["kl"]["k3"] > 0
+    wide = build_learner(replace(theirs.config, model=str(tiny_model(tmp_path / "wide", intermediate_size=64))), other)
+    with pytest.raises(ValueError, match="another architecture"):
+        Learner(mine.decoder, config, mine.dtype, other, reference=wide.decoder)
+    assert resolve_model(str(named)) == named
+
+
+def test_an_adaptive_coefficient_moves_towards_its_target_and_is_resumed(rig: Rig, tmp_path: Path) -> None:
+    algorithm = penalised("k3+", kl_target=1e-6, kl_horizon=100)
+    learner = rig.learner(algorithm)
+    rig.train(learner, (0,))
+    assert learner.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100)), "below the target: no penalty at version 0"
+    rig.train(learner, (1,))
+    assert learner.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) * (1 + 0.2 * 16 / 100))
+    path = checkpoint.save(tmp_path, learner, keep=1)
+    resumed = rig.learner(algorithm)
+    checkpoint.load(path, resumed)
+    assert resumed.kl_coef == learner.kl_coef
+    again = [rig.batch(one, 1) for one in (learner, resumed)]
+    results = [one.train(batch, one.score(batch)) for one, batch in zip((learner, resumed), again, strict=True)]
+    assert results[0].metrics == results[1].metrics
+    for name, weight in masters(learner).items():
+        assert same_bits(weight, masters(resumed)[name]), name
+
+
+@pytest.fixture(scope="module")
+def versions(rig: Rig) -> list[Engine]:
+    """Three versions of one run."""
+    learner = rig.learner(lag=2)
+    engines = [engine_of(learner, publish(learner, 0))]
+    for step in (0, 1):
+        batch = rig.batch(learner, step)
+        learner.train(batch, learner.score(batch))
+        engines.append(engine_of(learner, publish(learner, step + 1)))
+    return engines
+
+
+def at_version_two(rig: Rig, root: Path, **changes: Any) -> Learner:
+    """A learner that holds all three, retained as `changes` say."""
+    behind = changes.pop("behind", "device")
+    plain = rig.learner(lag=2, **changes)
+    learner = Learner(plain.decoder, plain.config, plain.dtype, rig.world, behind=behind, directory=root)
+    for step in range(3):
+        tensors = publish(learner, step)
+        manifest = build_manifest(run="demo", lineage=0, step=step, tensors=tensors, model_config_json="{}",
+                                  run_config_json="{}", fingerprint="test", probe_token_ids=[], probe_logprobs=[])  # fmt: skip
+        assert manifest.version.digest == learner.copies.current.version.digest
+        write_version(root, manifest, tensors)
+        if step < 2:
+            batch = rig.batch(learner, step)
+            learner.train(batch, learner.score(batch))
+    return learner
+
+
+@pytest.mark.parametrize("behind", ["device", "host", "directory"])
+def test_spans_of_several_versions_are_each_scored_under_their_own(
+    rig: Rig, versions: list[Engine], tmp_path: Path, behind: str
+) -> None:
+    learner = at_version_two(rig, tmp_path, behind=behind)
+    kinds = [type(c.shards).__name__ for c in learner.copies.held]
+    assert kinds == {"device": ["dict"] * 3, "host": ["HostShards", "HostShards", "dict"],
+                     "directory": ["FileShards", "FileShards", "dict"]}[behind]  # fmt: skip
+    groups = [Changing(versions).group(learner.config, n, length=5) for n in range(8, 12)]
+    batch = build_batch(groups, learner.config, step=2, vocab_size=VOCAB)
+    assert [v.step for v in batch.versions] == [0, 1, 2]
+    assert all(len(set(batch.version_T[batch.sequence_T == i].tolist())) > 1 for i in range(4))
+    result = learner.train(batch, learner.score(batch))
+    assert result.mismatch.is_exact
+    assert result.mismatch.compared_tokens == batch.num_tokens == 80
+    assert list(result.metrics["mismatch"]["same_version_by_staleness"]) == ["0", "1", "2-3"]
+    assert result.metrics["lag_max"] == 2
+
+
+def test_a_span_that_names_another_version_shows(rig: Rig, versions: list[Engine], tmp_path: Path) -> None:
+    learner = at_version_two(rig, tmp_path)
+    swapped = [Engine(versions[1].decoder, versions[0].version), versions[1], versions[2]]
+    groups = [Changing(swapped).group(learner.config, n, length=5) for n in range(8, 12)]
+    batch = build_batch(groups, learner.config, step=2, vocab_size=VOCAB)
+    buckets = learner.train(batch, learner.score(batch)).metrics["mismatch"]["same_version_by_staleness"]
+    assert [buckets[n]["equal_fraction"] == 1 for n in ("0", "1", "2-3")] == [True, True, False]
+
+
+def test_a_share_of_the_groups_is_audited_and_the_rest_is_counted(
+    rig: Rig, versions: list[Engine], tmp_path: Path
+) -> None:
+    compared = {}
+    learner = at_version_two(rig, tmp_path)
+    groups = [Changing(versions[:2]).group(learner.config, n, length=5) for n in range(8, 12)]
+    batch = build_batch(groups, learner.config, step=2, vocab_size=VOCAB)
+    for share in (0.0, 0.5, 1.0):
+        scorer = Scorer(
+            learner.decoder, learner.copies, replace(learner.config, audit_share=share), learner.dtype, rig.world
+        )
+        result = learner.train(batch, scorer.score(batch))
+        unaudited = result.metrics["tim"]["unaudited"]
+        assert result.mismatch.is_exact, "what is left out on purpose is no failure"
+        assert result.mismatch.compared_tokens + unaudited["share"] == batch.num_tokens
+        assert (unaudited["mixed_kv"], unaudited["version_not_held"]) == (0, 0)
+        compared[share] = result.mismatch.compared_tokens
+    assert compared[0.0] == 0 < compared[0.5] < compared[1.0] == batch.num_tokens
+
+
+def test_a_version_out_of_reach_is_counted_and_alarms(rig: Rig, versions: list[Engine], tmp_path: Path) -> None:
+    learner = at_version_two(rig, tmp_path)
+    foreign = Engine(versions[0].decoder, replace(versions[0].version, digest="ff"))
+    groups = [Changing([foreign, *versions[1:]]).group(learner.config, n, length=5) for n in range(8, 12)]
+    batch = build_batch(groups, learner.config, step=2, vocab_size=VOCAB)
+    result = learner.train(batch, learner.score(batch))
+    assert result.metrics["tim"]["unaudited"]["version_not_held"] == result.mismatch.uncompared_tokens > 0
+    assert not result.mismatch.is_exact
+    assert result.mismatch.differing_tokens == 0
+
+
+def test_a_file_that_is_gone_or_broken_leaves_the_copy_on_the_host(rig: Rig, tmp_path: Path) -> None:
+    plain = rig.learner(lag=1)
+    learner = Learner(plain.decoder, plain.config, plain.dtype, rig.world, behind="directory", directory=tmp_path)
+    publish(learner, 0)
+    publish(learner, 1)
+    assert type(learner.copies.held[0].shards).__name__ == "HostShards"
+    assert learner.decoder_at(0) is not learner.decoder
