@@ -12,9 +12,10 @@ import structlog
 import torch
 
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import Engine, Outputs, device_of
+from services.rollout.engine import Engine
 from services.rollout.loop import EngineLoop
 from services.rollout.meters import Meters
+from services.rollout.pipeline import Outputs, device_of
 from services.rollout.server import RolloutService
 from shared.config import EXIT_CONFIG, load_or_exit
 from shared.metrics import server as metrics

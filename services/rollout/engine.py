@@ -1,4 +1,4 @@
-"""What one step does, and what a swap of weights does between two: scheduler, page pool and model runner together.
+"""What may be asked of the engine between two steps: samples and scores in line, aborts, a swap of weights and its proof.
 
 Every method is called from one thread, the loop's (`loop.py`).
 """
@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from services.rollout.config import RolloutConfig
 from services.rollout.kv_cache import PagePool
-from services.rollout.runner import Flight, ModelRunner
-from services.rollout.samples import Full, InvalidRequest, OtherVersion, Sample, SampleChunk, SampleFailed, Scoring
-from services.rollout.scheduler import Chunk, Scheduler
+from services.rollout.pipeline import Counters, Outputs, Pipeline
+from services.rollout.samples import (
+    Full,
+    InvalidRequest,
+    OtherVersion,
+    Sample,
+    SampleFailed,
+    Scoring,
+)
+from services.rollout.scheduler import Scheduler
 from services.rollout.sequence import Sequence
+from services.rollout.times import StepTimes
 from services.rollout.weights import ServedModel, held_digest
 from shared.wire.types import FinishReason, float32_bytes, int32_array
 
 PROBE_TEMPERATURE = 1.0
 """Of the probe's logprobs, on the trainer's side as on this one."""
-
-
-class EngineFault(RuntimeError):
-    """The engine computed something that cannot be right; the process must not go on."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start of the process."""
-
-    sampled_tokens: int = 0
-    continued_tokens: int = 0
-    prefill_tokens: int = 0
-    """Computed without sampling behind them: prompts, and what preemption made us compute again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +42,62 @@ class CommitResult:
     """Time that sampling stood still."""
 
 
-@dataclass(slots=True)
-class Outputs:
-    """What left the engine since it was last asked."""
-
-    chunks: list[SampleChunk] = field(default_factory=list)
-    failures: list[SampleFailed] = field(default_factory=list)
-
-
 class Engine:
     """Continuous batching over one model."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        config = replace(config, device=device_of(config.device))
-        self.config = config
-        # A measured cache gets its pages with its model.
-        num_pages = 1 if config.is_measured else config.num_pages
-        self.pages = PagePool(num_pages=num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes)
-        self.scheduler = Scheduler(
-            self.pages,
-            max_running=config.max_running,
-            max_step_tokens=config.max_step_tokens,
-            max_chunk_tokens=config.max_chunk_tokens,
-        )
-        self.counters = Counters()
+        self._pipeline = Pipeline(config)
         self.doubt = ""
         """Why the weights held may not be sampled from; empty when they may."""
         self.is_leaving = False
         """Whether a commit waits; until it is done nothing new may enter under the old version."""
-        self._runner: ModelRunner | None = None
-        self._in_flight: Flight | None = None
-        """The step that was launched last, while its results are not read."""
         self._num_arrivals = 0
-        self._outputs = Outputs()
+
+    @property
+    def config(self) -> RolloutConfig:
+        """As given, `auto` and measured sizes replaced by what they came to."""
+        return self._pipeline.config
 
     @property
     def model(self) -> ServedModel | None:
-        return self._runner.model if self._runner else None
+        return self._pipeline.runner.model if self._pipeline.runner else None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._pipeline.scheduler
+
+    @property
+    def pages(self) -> PagePool:
+        return self._pipeline.pages
+
+    @property
+    def counters(self) -> Counters:
+        return self._pipeline.counters
+
+    @property
+    def times(self) -> StepTimes:
+        return self._pipeline.times
 
     @property
     def has_work(self) -> bool:
         """Whether anything is open or in flight."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self._pipeline.has_work
 
     @property
     def kv_usage(self) -> float:
         """Share of pages that sequences hold, 0 to 1."""
         return 1 - self.pages.num_free / self.pages.num_pages
 
+    def describe(self) -> dict[str, str]:
+        """Operation -> implementation executed, read back; empty without a model."""
+        return self._pipeline.runner.describe() if self._pipeline.runner else {}
+
+    def step(self) -> bool:
+        """Launches a step and reads the one before it (`pipeline.py`). Returns whether there was anything to do."""
+        return self._pipeline.step()
+
     def take_outputs(self) -> Outputs:
-        outputs, self._outputs = self._outputs, Outputs()
+        outputs, self._pipeline.outputs = self._pipeline.outputs, Outputs()
         return outputs
 
     def submit(self, samples: list[Sample], model: ServedModel) -> None:
@@ -113,7 +112,7 @@ class Engine:
             # A continuation may be at its end already.
             reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
             if reason is not None:
-                self._end(sample, reason)
+                self._pipeline.end(sample, reason)
 
     def submit_scoring(self, scorings: list[Scoring], model: ServedModel) -> None:
         """Puts sequences in line whose logprobs are wanted, through the same steps as everything else. Raises Refused."""
@@ -126,7 +125,7 @@ class Engine:
         open_seqs = [s for s in seqs if s.state.is_open]
         for seq in open_seqs:
             if isinstance(seq, Sample):
-                self._end(seq, FinishReason.ABORTED)
+                self._pipeline.end(seq, FinishReason.ABORTED)
             else:
                 self.scheduler.finish(seq)
         return len(open_seqs)
@@ -135,33 +134,15 @@ class Engine:
         """`abort` by trajectory id."""
         return self.abort([s for s in self._open_samples() if s.trajectory_id in trajectory_ids])
 
-    def step(self) -> bool:
-        """Launches the next step, one chunk of every sequence that has a place, and then reads what the one before it sampled.
-
-        Returns:
-            Whether there was anything to compute or to read.
-        """
-        coming, landing = self._launch(), self._in_flight
-        self._in_flight = coming
-        if landing is not None:
-            self._read(landing)
-        return coming is not None or landing is not None
-
-    def drain(self) -> None:
-        """Reads what is in flight without launching more."""
-        landing, self._in_flight = self._in_flight, None
-        if landing is not None:
-            self._read(landing)
-
     def swap(self, model: ServedModel) -> CommitResult:
         """Between two steps: serve another version, compute running sequences again under it, prove it by the probe.
 
         Idempotent on the digest; then only the proof is repeated.
         """
         begin = time.monotonic()
-        self.drain()
+        self._pipeline.drain()
         for sample in self._open_samples():
-            self._flush(sample, None)
+            self._pipeline.flush(sample, None)
         current = self.model
         if current is not None and current.run != model.run:
             self.fail_all(f"the replica went over from run {current.run.config.run} to {model.run.config.run}")
@@ -169,28 +150,23 @@ class Engine:
             # A score has one version; samples have spans.
             self._fail([s for s in self._open() if isinstance(s, Scoring)], f"the replica took {model.version}")
             self.scheduler.restart(model.version.digest)
-        if self._runner is None or current is None or current.run != model.run:
-            self._build(model)
-        assert self._runner is not None
-        digest, num_tokens, num_differing = self._prove(self._runner.adopt(model))
+        if current is None or current.run != model.run:
+            self._pipeline.build(model)
+        assert self._pipeline.runner is not None
+        digest, num_tokens, num_differing = self._prove(self._pipeline.runner.adopt(model))
         return CommitResult(digest, num_tokens, num_differing, time.monotonic() - begin)
-
-    def _build(self, model: ServedModel) -> None:
-        # Free the old cache first: both at once may not fit.
-        self._runner = None
-        self._runner = ModelRunner(self.config, model)
 
     def fail_all(self, reason: str) -> None:
         """Ends everything that is open; samples can be continued elsewhere from what was streamed."""
-        self.drain()
+        self._pipeline.drain()
         self._fail(self._open(), reason)
 
     def _fail(self, seqs: list[Sequence], reason: str) -> None:
         for seq in seqs:
             self.scheduler.finish(seq)
             if isinstance(seq, Sample):
-                self._flush(seq, None)
-                self._outputs.failures.append(SampleFailed(sample=seq, reason=reason))
+                self._pipeline.flush(seq, None)
+                self._pipeline.outputs.failures.append(SampleFailed(sample=seq, reason=reason))
             elif isinstance(seq, Scoring):
                 seq.done.set_exception(OtherVersion(reason))
 
@@ -218,88 +194,6 @@ class Engine:
 
     def _open_samples(self) -> list[Sample]:
         return [s for s in self._open() if isinstance(s, Sample)]
-
-    def _launch(self) -> Flight | None:
-        begin = time.monotonic()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return None
-        assert self._runner is not None
-        self._runner.times.schedule_s += time.monotonic() - begin
-        flight = self._runner.launch(chunks)
-        for sample in flight.batch.samples:
-            sample.num_pending += 1
-        for chunk in chunks:
-            self.scheduler.complete(chunk)
-            if chunk.is_last and isinstance(chunk.seq, Scoring):
-                self.scheduler.finish(chunk.seq)
-        self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
-        return flight
-
-    def _read(self, flight: Flight) -> None:
-        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
-        assert self._runner is not None
-        self._runner.wait(flight)
-        begin = time.monotonic()
-        samples = flight.batch.samples
-        if flight.scored is not None:
-            _fill_scorings(flight.batch.chunks, flight.scored.numpy())
-        if samples:
-            drawn = flight.drawn.numpy()[:, : len(samples)]
-            logprobs = drawn[1].view(np.float32)
-            self._require_finite(samples, logprobs)
-            for sample, token, logprob, top1 in zip(
-                samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist(), strict=True
-            ):
-                sample.num_pending -= 1
-                if sample.state.is_open:
-                    self._extend(sample, token, logprob, top1)
-        self._runner.times.read_s += time.monotonic() - begin
-
-    def _extend(self, sample: Sample, token: int, logprob: float, top1: int) -> None:
-        sample.token_ids.append(token)
-        sample.logprobs.append(logprob)
-        sample.top1.append(top1)
-        self.counters.sampled_tokens += 1
-        self.counters.continued_tokens += sample.num_continued_tokens > 0
-        reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
-        if reason is not None:
-            self._end(sample, reason)
-        elif len(sample.logprobs) >= self.config.tokens_per_chunk:
-            self._flush(sample, None)
-
-    def _require_finite(self, samples: list[Sample], logprobs: np.ndarray) -> None:
-        # A row behind the end of its sequence continues a sequence like any other: it is finite too.
-        is_finite = np.isfinite(logprobs)
-        if not is_finite.all():
-            bad = [samples[i].trajectory_id for i in np.flatnonzero(~is_finite).tolist()]
-            raise EngineFault(
-                f"a logprob that is not finite in {len(bad)} of {len(samples)} samples ({', '.join(bad[:4])}) under "
-                f"{self.model and self.model.version}; look at the trainer's last step"
-            )
-
-    def _end(self, sample: Sample, reason: FinishReason) -> None:
-        self.scheduler.finish(sample)
-        self._flush(sample, reason)
-
-    def _flush(self, sample: Sample, reason: FinishReason | None) -> None:
-        """Hands over the tokens sampled since the last chunk, stamped with the version held: flush before a swap."""
-        num_tokens = len(sample.logprobs)
-        if not num_tokens and reason is None:
-            return
-        assert self.model is not None
-        self._outputs.chunks.append(
-            SampleChunk(
-                sample=sample,
-                start=sample.num_sampled_tokens - num_tokens,
-                token_ids=sample.token_ids[len(sample.token_ids) - num_tokens :],
-                logprobs=sample.logprobs,
-                top1=sample.top1,
-                version=self.model.version,
-                finish_reason=reason,
-            )
-        )
-        sample.logprobs, sample.top1 = [], []
 
     def _prove(self, model: ServedModel) -> tuple[str, int, int]:
         """Reads the digest of what is held and scores the probe through ordinary steps, ahead of everything in line.
@@ -332,20 +226,3 @@ class Engine:
         if self.doubt:
             self.fail_all(self.doubt)
         return digest, len(got) // 4, num_differing
-
-
-def _fill_scorings(chunks: list[Chunk], logprobs: np.ndarray) -> None:
-    begin = 0
-    for seq, start, end, is_last in chunks:
-        if isinstance(seq, Scoring):
-            seq.logprobs[start:end] = logprobs[begin : begin + end - start]
-            begin += end - start
-            if is_last:
-                seq.done.set_result(seq.logprobs)
-
-
-def device_of(name: str) -> str:
-    """What `auto` means on this machine; any other name as it is."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

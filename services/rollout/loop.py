@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from services.rollout.engine import CommitResult, Engine, Outputs
+from services.rollout.engine import CommitResult, Engine
 from services.rollout.meters import Meters
+from services.rollout.pipeline import Outputs
 from services.rollout.samples import GivenUp, Refused, ShuttingDown
 from services.rollout.weights import ServedModel
 

@@ -103,14 +103,15 @@ class ModelRunner:
         layout = self._layout(batch)
         begin = self.clock.mark()
         hidden_TD = self.model.decoder(
-            self.known(self._to_device(ids_T)), layout.positions.to(self.device), layout, self.cache
+            self.known(self.to_device(ids_T)), layout.positions.to(self.device), layout, self.cache
         )
         forwarded = self.clock.mark()
         drawn = torch.empty((3, 0), dtype=torch.int32)
         if batch.samples:
-            hidden_RD = hidden_TD[self._to_device(batch.rows_R)]
-            out = self.sample(hidden_RD, {n: self._to_device(v) for n, v in self.tables.sampling(batch).items()}, batch)
-            self.last_token[self._to_device(batch.slots_S[batch.sampled_R])] = out.token.long()
+            hidden_RD = hidden_TD[self.to_device(batch.rows_R)]
+            keys = {name: self.to_device(v) for name, v in self.tables.sampling(batch).items()}
+            out = self.sample(hidden_RD, SamplingParams(**keys, **self.filters(batch)))
+            self.last_token[self.to_device(batch.slots_S[batch.sampled_R])] = out.token.long()
             drawn = torch.stack((out.token, out.logprob.view(torch.int32), out.top1)).cpu()
         scored = self.score(hidden_TD, batch)
         scored = scored.cpu() if scored is not None else None
@@ -120,12 +121,14 @@ class ModelRunner:
         """[T] token ids, pending ones (-1 - slot) looked up."""
         return torch.where(ids_T < 0, self.last_token[(-1 - ids_T).clamp_min(0)], ids_T)
 
-    def sample(self, hidden_RD: Tensor, keys: dict[str, Tensor], batch: Batch) -> SampleOutput:
+    def sample(self, hidden_RD: Tensor, params: SamplingParams) -> SampleOutput:
         """The next token of each row."""
-        filters = {name: self._to_device(v) for name, v in self.tables.filters(batch).items()}
         ops, decoder = self.model.numerics.ops, self.model.decoder
-        params = SamplingParams(**keys, **filters)
         return ops.sample(hidden_RD, decoder.head_weight, params, weight32_VD=self.model.head32)
+
+    def filters(self, batch: Batch) -> dict[str, Tensor]:
+        """Those fields of SamplingParams that cut a row's distribution, as far as a row uses them."""
+        return {name: self.to_device(values) for name, values in self.tables.filters(batch).items()}
 
     def score(self, hidden_TD: Tensor, batch: Batch) -> Tensor | None:
         """Logprobs of the given next tokens, of all scorings one after another; None without any."""
@@ -140,8 +143,8 @@ class ModelRunner:
             begin += end - start
         if not rows:
             return None
-        hidden_RD = hidden_TD[self._to_device(np.concatenate(rows))]
-        to = self._to_device
+        hidden_RD = hidden_TD[self.to_device(np.concatenate(rows))]
+        to = self.to_device
         return self.model.decoder.logprobs(
             hidden_RD, to(np.array(targets)), to(np.concatenate(temperatures)), weight32_VD=self.model.head32
         ).logprob
@@ -155,5 +158,13 @@ class ModelRunner:
             page_size=self.config.page_size,
         )
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+    def to_device(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        if self.device.type != "cuda":
+            return tensor
+        # From pageable memory the copy would wait for everything launched before.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def describe(self) -> dict[str, str]:
+        """Operation -> implementation executed, read back."""
+        return self.model.numerics.ops.describe()

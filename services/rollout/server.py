@@ -13,9 +13,10 @@ from grpc_health.v1._async import HealthServicer
 
 from services.rollout.blocking import in_thread
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import CommitResult, Outputs
+from services.rollout.engine import CommitResult
 from services.rollout.loop import STOPPED, EngineLoop
 from services.rollout.meters import Meters
+from services.rollout.pipeline import Outputs
 from services.rollout.requests import chunk_message, samples_of, sampling_of, scorings_of, tokenizer_decode
 from services.rollout.samples import (
     BadManifest,

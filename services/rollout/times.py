@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ class StepTimes:
         """Share of the device's time in which it waited for the host."""
         total = self.device_s + self.sample_s + self.idle_s
         return self.idle_s / total if total else 0.0
+
+    def reset(self) -> None:
+        """Back to nothing, in place."""
+        for name, value in asdict(StepTimes()).items():
+            setattr(self, name, value)
 
 
 class Clock:

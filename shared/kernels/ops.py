@@ -40,6 +40,9 @@ class Ops:
     keeps_table = False
     """Whether products come from a table of certified ones, as on CUDA, instead of one function."""
 
+    has_paged_kernels = False
+    """Whether attention and the row operations are kernels that read page tables and slots on the device."""
+
     def __init__(self, mode: Mode, device: torch.device) -> None:
         self.mode = mode
         self.device = device

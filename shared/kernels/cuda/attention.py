@@ -93,6 +93,20 @@ def attention(
         return PackedAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), packed, scale, window, cap)
     key = ("cached", q.device, heads, kv_heads, dim, choose_chunk)
     plan = layout.derived(key, partial(_cached_plan, layout, q, k, choose_chunk))
+    return attend(q, k, v, plan, scale, window=window, softcap=cap)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: CachedPlan,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """[T, H, D]: the plan's launches over a paged store; a query that none covers is left as it was allocated."""
     out = torch.empty_like(q)
     for launch in plan.launches:
         attend_cached(
@@ -105,7 +119,7 @@ def attention(
             out=out,
             partials=launch.partials,
             window=window,
-            softcap=cap,
+            softcap=softcap,
             chunk=launch.chunk,
         )
     return out

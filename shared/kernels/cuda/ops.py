@@ -31,6 +31,7 @@ class CudaOps(Ops):
     """Certified products and Triton kernels; activations and weights in bfloat16 or float16."""
 
     keeps_table = True
+    has_paged_kernels = True
 
     def __init__(self, device: torch.device, table: Table | LibraryProducts | None = None) -> None:
         """Args: table, the certified products; None opens this device's."""

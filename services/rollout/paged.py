@@ -1,0 +1,308 @@
+"""The runner of a GPU: inputs in one block and one copy, tables of pages that stay on the device, steps replayed from graphs.
+
+A sequence is known to the attention kernels by its slot, so chunks are packed in the order of their slots and nothing about a
+context is sent but the pages that are new. The same code runs on CPU tensors under Triton's interpreter, uncaptured.
+
+Legend: T tokens (padded), R sampled rows (padded), N slots; slot N belongs to nobody, and padding points there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.blocks import Block, Fields, Views
+from services.rollout.config import MOST_TOKENS, RolloutConfig
+from services.rollout.graphs import PROMPTS, SCRATCH_BYTES, Graphs, Shape, capturable, padded, padded_sizes
+from services.rollout.inputs import Batch
+from services.rollout.runner import Flight, ModelRunner
+from services.rollout.samples import Scoring, UnservableRun
+from services.rollout.weights import ServedModel, adopt
+from shared.kernels import SamplingParams
+from shared.kernels.cuda.attention import DECODE_ROWS, PREFILL_ROWS, CachedPlan, Launch
+from shared.kernels.cuda.attention_cached import CachedRows, allocate_partials
+from shared.kernels.cuda.attention_math import Tiles
+from shared.kernels.cuda.ops import CudaOps
+from shared.models import KVCache
+from shared.models.merged import MergedDecoder
+
+GRAPH_SHARE = 0.5
+"""Memory kept for graphs, as a share of what the largest eager step takes."""
+
+
+class PagedRunner(ModelRunner):
+    """Holds one decoder with merged weights for the life of the run; other versions are copied into it."""
+
+    def __init__(self, config: RolloutConfig, model: ServedModel) -> None:
+        assert isinstance(model.numerics.ops, CudaOps)
+        self.ops = model.numerics.ops
+        self.ops.activate()
+        run = model.run
+        self._merged = MergedDecoder(model.decoder, self.ops, num_positions=run.config.max_model_len)
+        heads, kv_heads, _ = run.model.heads
+        self._group = heads // kv_heads
+        self._few_rows = max(DECODE_ROWS, 1 << (self._group - 1).bit_length())
+        self._many_rows = max(PREFILL_ROWS, self._few_rows)
+        self._tile_queries = self._many_rows // self._group
+        self._graphs = Graphs(model.numerics.ops.device, is_enabled=config.cuda_graphs)
+        super().__init__(config, model)
+        self._warm_up()
+
+    def adopt(self, model: ServedModel) -> ServedModel:
+        """Copies another version into the memory that graphs were captured with."""
+        self.ops.activate()
+        if model.decoder is not self.model.decoder:
+            self.model = adopt(self.model, model)
+        else:
+            self.model = model
+        return self.model
+
+    def describe(self) -> dict[str, str]:
+        return self.ops.describe() | self._merged.rows.describe() | {"graphs": str(len(self._graphs))}
+
+    def _allocate(self) -> KVCache:
+        n, run = self.config.max_running, self.model.run
+        self._most_rows = padded(n)
+        most_tokens = padded(self.config.max_step_tokens)
+        # Each chunk of a prompt may leave a tile partly filled.
+        most_tiles = most_tokens // self._tile_queries + max(n, PROMPTS)
+        fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=most_tiles)
+        self._block = Block(fields, num_tokens=most_tokens, device=self.device)
+        self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
+        self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
+        self._zeros = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
+        if self.config.is_measured:
+            self.config = measured(self.config, self.model, self._measure_step())
+        return KVCache(run.model, self.config.kv_capacity_tokens, run.dtype, self.device)
+
+    def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
+        shape = self._shape(batch)
+        has_scorings = any(isinstance(chunk.seq, Scoring) for chunk in batch.chunks)
+        fitting = None if has_scorings or not self.config.cuda_graphs else self._captured(shape, batch)
+        host = self._block.next_host((fitting or shape).tokens)
+        fill(host, batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
+        begin = self.clock.mark()
+        self._block.send()
+        self._table_pages(batch)
+        if fitting is not None:
+            hidden_TD = self._graphs.run(fitting, partial(self._forward, fitting))
+        else:
+            hidden_TD = self._forward(shape)
+        forwarded = self.clock.mark()
+        drawn, scored = torch.empty((3, 0), dtype=torch.int32), None
+        if batch.samples:
+            drawn = self._to_host(self._draw(batch))
+        if has_scorings:
+            logprobs = self.score(hidden_TD, batch)
+            assert logprobs is not None
+            scored = self._to_host(logprobs)
+        end = self.clock.mark()
+        is_graph = fitting is not None
+        return Flight(batch, drawn, scored, begin, forwarded, end, previous_end, batch.num_tokens, is_graph)
+
+    def _shape(self, batch: Batch) -> Shape:
+        is_one = batch.q_lens_S == 1
+        num_ones = int(is_one.sum())
+        longest = int(batch.ends_S[is_one].max()) if num_ones else 1
+        chunk = self.ops.choose_chunk(max(num_ones, 1) * self.model.run.model.num_kv_heads, longest)
+        num_longs = int((batch.ends_S[is_one] > chunk).sum())
+        return Shape(
+            tokens=batch.num_tokens,
+            ones=num_ones - num_longs,
+            longs=num_longs,
+            chunks=-(-longest // chunk),
+            chunk=chunk,
+            tiles=int((-(-batch.q_lens_S[~is_one] // self._tile_queries)).sum()),
+        )
+
+    def _captured(self, shape: Shape, batch: Batch) -> Shape | None:
+        num_prompts = int((batch.q_lens_S > 1).sum())
+        found = capturable(
+            shape, num_prompts=num_prompts, tile_queries=self._tile_queries, max_running=self.config.max_running
+        )
+        if found is None:
+            return None
+        heads, _, dim = self.model.run.model.heads
+        scratch_bytes = 4 * found.longs * found.chunks * heads * (2 + 2 * dim)
+        return found if scratch_bytes <= SCRATCH_BYTES else None
+
+    def _forward(self, shape: Shape) -> Tensor:
+        """[T, D]: the layers on what the block holds; the rows to be sampled are copied to `_hidden_RD`."""
+        block = self._block.device(shape.tokens)
+        hidden_TD = self._merged.forward(
+            self.known(block["ids"]), block["positions"], block["kv_slots"], self._plan(shape, block), self.cache
+        )
+        num_rows = min(self._most_rows, shape.tokens)
+        torch.index_select(hidden_TD, 0, block["rows"][:num_rows], out=self._hidden_RD[:num_rows])
+        return hidden_TD
+
+    def _plan(self, shape: Shape, block: Views) -> CachedPlan:
+        heads, kv_heads, dim = self.model.run.model.heads
+        launches = []
+        if shape.ones:
+            tiles = Tiles(block["ones"][: shape.ones], self._zeros[: shape.ones], 1, self._few_rows)
+            launches.append(Launch(tiles, None, shape.chunk))
+        if shape.longs:
+            tiles = Tiles(block["longs"][: shape.longs], self._zeros[: shape.longs], 1, self._few_rows)
+            longest = shape.chunks * shape.chunk
+            scratch = allocate_partials(tiles, heads, kv_heads, dim, longest, chunk=shape.chunk)
+            launches.append(Launch(tiles, scratch, shape.chunk))
+        if shape.tiles:
+            seq, first = block["tile_seqs"][: shape.tiles], block["tile_firsts"][: shape.tiles]
+            launches.append(Launch(Tiles(seq, first, self._tile_queries, self._many_rows), None, shape.chunk))
+        where = CachedRows(block["contexts"], block["q_starts"], self._pages, self.config.page_size)
+        return CachedPlan(where, tuple(launches))
+
+    def _draw(self, batch: Batch) -> Tensor:
+        """[3, R] int32: tokens, bits of logprobs and top-1 ids of the rows in `_hidden_RD`."""
+        num_rows = len(batch.samples)
+        if self.tables.filters(batch):
+            return self._draw_rows(num_rows, batch)
+        size = padded(num_rows)
+        return self._graphs.run(("draw", size), partial(self._draw_rows, size))
+
+    def _draw_rows(self, num_rows: int, filtered: Batch | None = None) -> Tensor:
+        block = self._block.device(1)
+        keys = {name: block[name][:num_rows] for name in ("seed", "prompt", "sample", "position", "temperature")}
+        filters = self.filters(filtered) if filtered is not None else {}
+        out = self.sample(self._hidden_RD[:num_rows], SamplingParams(**keys, **filters))
+        self.last_token.index_copy_(0, block["slots"][:num_rows], out.token.long())
+        return torch.stack((out.token, out.logprob.view(torch.int32), out.top1))
+
+    def _table_pages(self, batch: Batch) -> None:
+        at, pages = batch.new_pages
+        if len(at):
+            packed = self.to_device(np.stack((at, pages.astype(np.int64))))
+            self._pages.view(-1).index_copy_(0, packed[0], packed[1].int())
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return values
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
+
+    def _warm_up(self) -> None:
+        """Captures the decode steps of every size, and whatever they compile and certify."""
+        if not self.config.cuda_graphs or self.device.type != "cuda":
+            return
+        kv_heads = self.model.run.model.num_kv_heads
+        for size in padded_sizes(self.config.max_running):
+            chunk = self.ops.choose_chunk(size * kv_heads, 1)
+            exact = Shape(tokens=size, ones=size, longs=0, chunks=1, chunk=chunk, tiles=0)
+            self._send_nothing(exact)
+            self._graphs.run(exact, partial(self._forward, exact))
+            self._graphs.run(("draw", size), partial(self._draw_rows, size))
+
+    def _send_nothing(self, shape: Shape) -> None:
+        host = self._block.next_host(shape.tokens)
+        clear(host, self.config.max_running)
+        self._block.send()
+        self.clock.wait(self.clock.mark())
+
+    def _measure_step(self) -> int:
+        """Bytes that the largest step takes besides weights and cache."""
+        run = self.model.run
+        tokens = self.config.max_step_tokens
+        self.cache = KVCache(run.model, self.config.page_size, run.dtype, self.device)
+        chunk = self.ops.choose_chunk(run.model.num_kv_heads, 1)
+        tiles = tokens // self._tile_queries + 16
+        shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=tiles)
+        self._send_nothing(shape)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._forward(shape)
+        self._draw_rows(self._most_rows)
+        self.clock.wait(self.clock.mark())
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def measured(config: RolloutConfig, model: ServedModel, step_bytes: int) -> RolloutConfig:
+    """The config with the cache that fits beside the weights, a version on its way in, a step and its graphs.
+
+    Raises UnservableRun when that is less than one sequence.
+    """
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(model.numerics.ops.device)
+    weight_bytes = sum(w.nbytes for w in model.decoder.parameters())
+    budget = int(free_bytes * config.kv_memory_share - step_bytes * (1 + GRAPH_SHARE)) - weight_bytes
+    per_token = KVCache.bytes_per_slot(model.run.model, model.run.dtype)
+    return sized(config, budget // per_token, model.run.config.max_model_len)
+
+
+def sized(config: RolloutConfig, num_tokens: int, max_model_len: int) -> RolloutConfig:
+    """The config with a cache of whole pages, at most what the kernels can number. Raises UnservableRun."""
+    num_tokens = min(num_tokens, MOST_TOKENS) // config.page_size * config.page_size
+    if num_tokens < max_model_len:
+        raise UnservableRun(
+            f"the GPU has room for a KV cache of {max(num_tokens, 0)} tokens, one sequence of the run may have {max_model_len}; "
+            "lower max_step_tokens or max_running, or raise kv_memory_share"
+        )
+    return replace(config, kv_cache_tokens=num_tokens)
+
+
+def fill(host: Views, batch: Batch, tables: Any, shape: Shape, page_size: int, tile_queries: int) -> None:
+    """Writes a step into a block.
+
+    Args:
+        host: numpy views of `blocks.Fields`, for T = shape.tokens.
+        tables: SlotTables, up to date with the batch.
+        shape: that holds the batch: exact, or padded.
+        tile_queries: of a prompt's tile.
+    """
+    clear(host, tables.num_slots)
+    slots, ends, q_lens = batch.slots_S, batch.ends_S, batch.q_lens_S
+    num_tokens, num_rows = batch.num_tokens, len(batch.samples)
+    batch.write_ids(host["ids"][:num_tokens])
+    positions, slots_T = batch.positions_T, slots.repeat(q_lens)
+    host["positions"][:num_tokens] = positions
+    host["kv_slots"][:num_tokens] = (
+        tables.pages[slots_T, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    )
+    host["rows"][:num_rows] = batch.rows_R
+    host["slots"][:num_rows] = slots[batch.sampled_R]
+    for name, values in tables.sampling(batch).items():
+        host[name][:num_rows] = values
+    host["contexts"][slots] = ends
+    by_slot = np.zeros(tables.num_slots, np.int32)
+    by_slot[slots] = q_lens
+    np.cumsum(by_slot, dtype=np.int32, out=host["q_starts"][1:-1])
+    host["q_starts"][-1] = num_tokens
+    # The longest walk first: it would otherwise be the last to end.
+    ones = np.flatnonzero(q_lens == 1)
+    ones = ones[np.argsort(-ends[ones], kind="stable")]
+    is_long = ends[ones] > shape.chunk if shape.ones else np.full(len(ones), shape.longs > 0)
+    host["longs"][: is_long.sum()] = slots[ones[is_long]]
+    host["ones"][: len(ones) - is_long.sum()] = slots[ones[~is_long]]
+    prompts = np.flatnonzero(q_lens > 1)
+    counts = -(-q_lens[prompts] // tile_queries)
+    seq = prompts.repeat(counts)
+    first = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * tile_queries
+    order = np.argsort(-(ends[seq] - q_lens[seq] + first), kind="stable")
+    host["tile_seqs"][: len(seq)] = slots[seq[order]]
+    host["tile_firsts"][: len(seq)] = first[order]
+
+
+def clear(host: Views, num_slots: int) -> None:
+    """A block of padding: tiles of slot N, which has no queries and no keys, and rows that are written nowhere."""
+    for name in (
+        "ids",
+        "positions",
+        "rows",
+        "seed",
+        "prompt",
+        "sample",
+        "position",
+        "contexts",
+        "q_starts",
+        "tile_firsts",
+    ):
+        host[name][:] = 0
+    host["kv_slots"][:] = -1
+    host["temperature"][:] = 1
+    for name in ("slots", "ones", "longs", "tile_seqs"):
+        host[name][:] = num_slots

@@ -1,0 +1,217 @@
+"""Steps in flight: the next one is scheduled and launched while the last one runs, then the last one's results are read.
+
+    schedule n + 1 ─ launch n + 1 ─ read n ─ schedule n + 2 ─ ...        the host
+            [ step n ............ ][ step n + 1 ............ ]           the device
+
+So the device never waits for the host to hand on what it sampled. What the host does not know yet, the device does: a step
+takes the tokens of the last one where it left them. A sequence that turns out to have ended at n has a row in n + 1, which is
+dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from services.rollout.config import RolloutConfig
+from services.rollout.kv_cache import PagePool
+from services.rollout.runner import Flight, ModelRunner
+from services.rollout.samples import Sample, SampleChunk, SampleFailed, Scoring, UnservableRun
+from services.rollout.scheduler import Chunk, Scheduler
+from services.rollout.times import StepTimes
+from services.rollout.weights import ServedModel
+from shared.kernels import InexactKernelError
+from shared.wire.types import FinishReason
+
+
+class EngineFault(RuntimeError):
+    """The engine computed something that cannot be right; the process must not go on."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start of the process."""
+
+    sampled_tokens: int = 0
+    continued_tokens: int = 0
+    prefill_tokens: int = 0
+    """Computed without sampling behind them: prompts, and what preemption made us compute again."""
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What left the engine since it was last asked."""
+
+    chunks: list[SampleChunk] = field(default_factory=list)
+    failures: list[SampleFailed] = field(default_factory=list)
+
+
+class Pipeline:
+    """Scheduler, page pool and model runner together, and the steps between them."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._given = self.config = config = replace(config, device=device_of(config.device))
+        # A measured cache gets its pages with its model.
+        num_pages = 1 if config.is_measured else config.num_pages
+        self.pages = PagePool(num_pages=num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes)
+        self.scheduler = Scheduler(
+            self.pages,
+            max_running=config.max_running,
+            max_step_tokens=config.max_step_tokens,
+            max_chunk_tokens=config.max_chunk_tokens,
+        )
+        self.counters, self.times, self.outputs = Counters(), StepTimes(), Outputs()
+        self.runner: ModelRunner | None = None
+        self._in_flight: Flight | None = None
+        """The step that was launched last, while its results are not read."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is open or in flight."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def build(self, model: ServedModel) -> None:
+        """A runner for another run's model; nothing is open. Raises UnservableRun."""
+        # Free the old cache first: both at once may not fit.
+        self.runner = None
+        try:
+            self.runner = build_runner(self._given, model)
+        except InexactKernelError as error:
+            raise UnservableRun(str(error)) from error
+        self.runner.times = self.times
+        self.config = config = self.runner.config
+        if self._given.is_measured:
+            self.pages = self.scheduler.pages = PagePool(
+                num_pages=config.num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes
+            )
+            self.pages.reset(model.version.digest)
+
+    def step(self) -> bool:
+        """Launches the next step, one chunk of every sequence that has a place, and then reads what the one before it sampled.
+
+        Returns:
+            Whether there was anything to compute or to read.
+        """
+        coming, landing = self._launch(), self._in_flight
+        self._in_flight = coming
+        if landing is not None:
+            self._read(landing)
+        return coming is not None or landing is not None
+
+    def drain(self) -> None:
+        """Reads what is in flight without launching more."""
+        landing, self._in_flight = self._in_flight, None
+        if landing is not None:
+            self._read(landing)
+
+    def end(self, sample: Sample, reason: FinishReason) -> None:
+        self.scheduler.finish(sample)
+        self.flush(sample, reason)
+
+    def flush(self, sample: Sample, reason: FinishReason | None) -> None:
+        """Hands over the tokens sampled since the last chunk, stamped with the version held: flush before a swap."""
+        num_tokens = len(sample.logprobs)
+        if not num_tokens and reason is None:
+            return
+        assert self.runner is not None
+        self.outputs.chunks.append(
+            SampleChunk(
+                sample=sample,
+                start=sample.num_sampled_tokens - num_tokens,
+                token_ids=sample.token_ids[len(sample.token_ids) - num_tokens :],
+                logprobs=sample.logprobs,
+                top1=sample.top1,
+                version=self.runner.model.version,
+                finish_reason=reason,
+            )
+        )
+        sample.logprobs, sample.top1 = [], []
+
+    def _launch(self) -> Flight | None:
+        begin = time.monotonic()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        assert self.runner is not None
+        self.times.schedule_s += time.monotonic() - begin
+        flight = self.runner.launch(chunks)
+        for sample in flight.batch.samples:
+            sample.num_pending += 1
+        for chunk in chunks:
+            self.scheduler.complete(chunk)
+            if chunk.is_last and isinstance(chunk.seq, Scoring):
+                self.scheduler.finish(chunk.seq)
+        self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
+        return flight
+
+    def _read(self, flight: Flight) -> None:
+        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
+        assert self.runner is not None
+        self.runner.wait(flight)
+        begin = time.monotonic()
+        samples = flight.batch.samples
+        if flight.scored is not None:
+            _fill_scorings(flight.batch.chunks, flight.scored.numpy())
+        if samples:
+            drawn = flight.drawn.numpy()[:, : len(samples)]
+            logprobs = drawn[1].view(np.float32)
+            self._require_finite(samples, logprobs)
+            for sample, token, logprob, top1 in zip(
+                samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist(), strict=True
+            ):
+                sample.num_pending -= 1
+                if sample.state.is_open:
+                    self._extend(sample, token, logprob, top1)
+        self.times.read_s += time.monotonic() - begin
+
+    def _extend(self, sample: Sample, token: int, logprob: float, top1: int) -> None:
+        sample.token_ids.append(token)
+        sample.logprobs.append(logprob)
+        sample.top1.append(top1)
+        self.counters.sampled_tokens += 1
+        self.counters.continued_tokens += sample.num_continued_tokens > 0
+        reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+        if reason is not None:
+            self.end(sample, reason)
+        elif len(sample.logprobs) >= self.config.tokens_per_chunk:
+            self.flush(sample, None)
+
+    def _require_finite(self, samples: list[Sample], logprobs: np.ndarray) -> None:
+        # A row behind the end of its sequence continues a sequence like any other: it is finite too.
+        is_finite = np.isfinite(logprobs)
+        if not is_finite.all():
+            bad = [samples[i].trajectory_id for i in np.flatnonzero(~is_finite).tolist()]
+            raise EngineFault(
+                f"a logprob that is not finite in {len(bad)} of {len(samples)} samples ({', '.join(bad[:4])}) under "
+                f"{self.runner and self.runner.model.version}; look at the trainer's last step"
+            )
+
+
+def build_runner(config: RolloutConfig, model: ServedModel) -> ModelRunner:
+    """The runner for the device that the model's operations are of. Raises UnservableRun, InexactKernelError."""
+    if not model.numerics.ops.has_paged_kernels:
+        return ModelRunner(config, model)
+    # Its kernels need triton.
+    from services.rollout.paged import PagedRunner
+
+    return PagedRunner(config, model)
+
+
+def _fill_scorings(chunks: list[Chunk], logprobs: np.ndarray) -> None:
+    begin = 0
+    for seq, start, end, is_last in chunks:
+        if isinstance(seq, Scoring):
+            seq.logprobs[start:end] = logprobs[begin : begin + end - start]
+            begin += end - start
+            if is_last:
+                seq.done.set_result(seq.logprobs)
+
+
+def device_of(name: str) -> str:
+    """What `auto` means on this machine; any other name as it is."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
