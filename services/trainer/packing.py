@@ -97,17 +97,51 @@ def pack(groups: Sequence[Sequence[Trajectory]], first_token: int) -> MicroBatch
 def cut(
     members: Sequence[Sequence[Trajectory]], first_token: np.ndarray, part: np.ndarray, micro_batch_tokens: int
 ) -> tuple[MicroBatch, ...]:
-    """Consecutive groups of one mini-step until the next one would exceed `micro_batch_tokens` rows."""
-    cuts: list[list[int]] = []
-    rows = 0
+    """Consecutive groups of one mini-step in as few micro-batches of at most `micro_batch_tokens` rows as their order allows,
+    and these as even as it allows, so that ranks wait little for one another.
+
+    A group that alone exceeds the bound is cut between its trajectories, each part with the prompt: only a single trajectory
+    may exceed it.
+    """
+    units: list[tuple[Sequence[Trajectory], int]] = []
     for index in part.tolist():
-        size = _num_rows(members[index])
-        if not cuts or rows + size > micro_batch_tokens:
-            cuts.append([])
-            rows = 0
-        cuts[-1].append(index)
-        rows += size
-    return tuple(pack([members[i] for i in cut], int(first_token[cut[0]])) for cut in cuts)
+        group, begin = members[index], int(first_token[index])
+        prompt = group[0].num_prompt_tokens
+        for run in even_runs([len(t.logprobs) for t in group], micro_batch_tokens, each=prompt):
+            units.append((group[run], begin))
+            begin += sum(int(trainable(t).sum()) for t in group[run])
+    runs = even_runs([_num_rows(trajectories) for trajectories, _ in units], micro_batch_tokens)
+    return tuple(pack([trajectories for trajectories, _ in units[run]], units[run.start][1]) for run in runs)
+
+
+def even_runs(sizes: Sequence[int], bound: int, *, each: int = 0) -> list[slice]:
+    """Consecutive runs whose sizes add up to at most `bound`: as few as possible, the largest as small as that allows.
+
+    Args:
+        sizes: in order; one that exceeds the bound makes a run of its own.
+        each: what every run costs besides.
+    """
+    num_runs = len(_filled(sizes, bound, each))
+    low, high = 0, bound
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(sizes, middle, each)) == num_runs:
+            high = middle
+        else:
+            low = middle + 1
+    return _filled(sizes, high, each)
+
+
+def _filled(sizes: Sequence[int], bound: int, each: int) -> list[slice]:
+    """Runs that take what still fits."""
+    begins: list[int] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not begins or total + size > bound:
+            begins.append(index)
+            total = each
+        total += size
+    return [slice(a, b) for a, b in zip(begins, [*begins[1:], len(sizes)], strict=False)]
 
 
 def _num_rows(trajectories: Sequence[Trajectory]) -> int:

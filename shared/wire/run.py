@@ -88,7 +88,7 @@ class RunConfig:
     """Share of the groups, chosen by number, whose tokens are scored under older versions only to be compared with the engine's.
     What the step needs scored anyway is always compared."""
     micro_batch_tokens: int = 4096
-    """Packed rows of one forward and backward, at most (a single group may exceed it)."""
+    """Packed rows of one forward and backward, at most (only a single trajectory with its prompt may exceed it)."""
     activation_checkpointing: Literal["none", "elementwise", "mlp", "layer"] = "none"
     """What the backward computes again instead of keeping it, ever more: norms and SwiGLU; the gate and up products too; whole
     layers. Changes no logprob."""

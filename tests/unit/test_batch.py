@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batch import BatchError, MicroBatch, PolicyVersion, build_batch, empty_micro_batch
+from services.trainer.packing import even_runs
 from shared.kernels import build_ops
 from shared.models import Decoder, load_model, packed_layout
 from shared.wire.run import AlgorithmConfig, RunConfig
@@ -78,15 +80,14 @@ def test_cuts_cover_every_token_once_and_deal_every_rank_the_same_number(
     )
     batch = build_batch(seven_groups, config, step=0, vocab_size=VOCAB)
     assert len(batch.mini_steps) == mini_steps
-    group_ends = torch.cumsum(torch.bincount(batch.group_N[batch.sequence_T]), 0)
     end = 0
     for mini_step in batch.mini_steps:
         assert mini_step.tokens.start == end
         for micro in mini_step.micro_batches:
             assert micro.tokens.start == end
             end = micro.tokens.stop
-            num_groups = int(((group_ends > micro.tokens.start) & (group_ends <= micro.tokens.stop)).sum())
-            assert num_groups == 1 or micro.num_rows <= tokens
+            num_sequences = len(batch.sequence_T[micro.tokens].unique())
+            assert num_sequences == 1 or micro.num_rows <= tokens
         assert mini_step.tokens.stop == end
         dealt = [list(mini_step.of_rank(rank, world_size)) for rank in range(world_size)]
         assert len({len(d) for d in dealt}) == 1
@@ -96,10 +97,40 @@ def test_cuts_cover_every_token_once_and_deal_every_rank_the_same_number(
     assert end == batch.num_tokens
 
 
-def test_a_group_larger_than_the_limit_stays_whole(engine: Engine, model: Path) -> None:
+def test_a_group_larger_than_the_limit_is_cut_between_trajectories_each_part_with_the_prompt(
+    engine: Engine, model: Path
+) -> None:
     config = run_config(model, micro_batch_tokens=1)
     batch = build_batch(groups_of(engine, config, 3), config, step=0, vocab_size=VOCAB)
-    assert len(batch.mini_steps[0].micro_batches) == 3
+    micros = batch.mini_steps[0].micro_batches
+    trajectories = [t for g in batch.groups for t in g.trajectories]
+    assert len(micros) == len(trajectories) == 12
+    for micro, t in zip(micros, trajectories, strict=True):
+        assert micro.token_ids.tolist() == t.token_ids[: micro.num_rows].tolist()
+        assert micro.num_rows == len(t.token_ids) - 1
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=12), bound=st.integers(1, 80), each=st.integers(0, 30))
+def test_runs_are_as_few_and_as_even_as_their_order_allows(sizes: list[int], bound: int, each: int) -> None:
+    runs = even_runs(sizes, bound, each=each)
+    assert [i for run in runs for i in range(len(sizes))[run]] == list(range(len(sizes)))
+    largest = max((each + sum(sizes[run]) for run in runs), default=0)
+    assert all(len(sizes[run]) == 1 or each + sum(sizes[run]) <= bound for run in runs)
+    # The best of every way to cut the list into runs.
+    ways = [
+        [0, *cuts, len(sizes)]
+        for count in range(len(runs))
+        for cuts in itertools.combinations(range(1, len(sizes)), count)
+    ]
+    best = min(
+        (
+            (len(way) - 1, max(each + sum(sizes[a:b]) for a, b in itertools.pairwise(way)))
+            for way in ways
+            if all(b - a == 1 or each + sum(sizes[a:b]) <= bound for a, b in itertools.pairwise(way))
+        ),
+        default=(0, 0),
+    )
+    assert best == (len(runs), largest)
 
 
 @given(
