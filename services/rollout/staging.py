@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+
+import structlog
+import torch
+from torch import Tensor
 
 from services.rollout.blocking import in_thread
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult
 from services.rollout.loop import EngineLoop
 from services.rollout.samples import GivenUp, InvalidRequest, OtherVersion, UnservableRun
+from services.rollout.sources import Sources, SourceUnavailable
 from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified, raw_tensors
+from shared.metrics import names
+from shared.metrics.server import metric
 from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.tensors import RawTensor
 from shared.wire.weights import fetch
+
+log = structlog.get_logger()
 
 
 class Staging:
@@ -25,6 +35,7 @@ class Staging:
         self._config, self._loop = config, loop
         self._lock = asyncio.Lock()
         self._numerics: tuple[tuple, Numerics] | None = None
+        self._sources: Sources | None = None
         self._coming: tuple[str, asyncio.Future[ServedModel]] | None = None
         """Digest that is being fetched, and its model once it is there."""
         self.staged: ServedModel | None = None
@@ -117,9 +128,30 @@ class Staging:
     def _load(
         self, manifest: Manifest, run: ServedRun, numerics: Numerics, base: ServedModel | None, timeout_s: float
     ) -> ServedModel:
-        held = raw_tensors(base) if base else None
-        tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=timeout_s, base=held)
-        return build_model(manifest, run, numerics, tensors)
+        end = time.monotonic() + timeout_s
+        device = numerics.ops.device
+        tensors: Mapping[str, RawTensor | Tensor] | None = self._from_source(manifest, device, timeout_s)
+        if tensors is None:
+            held = raw_tensors(base) if base else None
+            left_s = end - time.monotonic()
+            tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=left_s, base=held)
+        return build_model(manifest, run, numerics, tensors, device=device)
+
+    def _from_source(self, manifest: Manifest, device: torch.device, timeout_s: float) -> dict[str, Tensor] | None:
+        """From the trainer's memory, where it offers that; None: weight_sync has to be asked."""
+        if not manifest.HasField("source"):
+            return None
+        if self._sources is None:
+            self._sources = Sources(self._config.replica, device)
+        try:
+            # Time must be left for weight_sync when this does not work out.
+            tensors = self._sources.copy(manifest, deadline_s=timeout_s / 2)
+        except SourceUnavailable as error:
+            metric(names.SOURCE_FALLBACKS).labels(manifest.source.transport, error.reason).inc()
+            log.warning("fetching from weight_sync", transport=manifest.source.transport, reason=str(error))
+            return None
+        metric(names.WEIGHT_SYNC_BYTES).labels(manifest.source.transport).inc(sum(e.nbytes for e in manifest.tensors))
+        return tensors
 
     def _require_room(self, run: ServedRun) -> None:
         capacity = self._config.kv_capacity_tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from services.rollout.samples import BadManifest, UnservableRun, Version
 from shared.config import structure
 from shared.kernels import InexactKernelError, Ops, build_ops, fingerprint, self_check
 from shared.models import Decoder, ModelConfig, named_weights
+from shared.transfer.digests import checksum
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
 from shared.wire.tensors import RawTensor, check_manifest, manifest_digest, tensor_entry
@@ -77,6 +79,8 @@ class ServedModel:
     decoder: Decoder
     head32: Tensor | None
     """[V, D] float32, the head as the exact product on a CPU takes it; None elsewhere."""
+    checksum: Tensor | None = None
+    """[number of weights] int64 on the GPU, of the verified bytes; None on a CPU, where the digest itself can be had in time."""
 
     @property
     def version(self) -> Version:
@@ -84,21 +88,50 @@ class ServedModel:
         return Version(lineage=v.lineage, step=v.step, digest=v.digest)
 
 
-def build_model(manifest: Manifest, run: ServedRun, numerics: Numerics, tensors: dict[str, RawTensor]) -> ServedModel:
-    """Copies verified bytes into a decoder of its own.
+def build_model(
+    manifest: Manifest,
+    run: ServedRun,
+    numerics: Numerics,
+    tensors: Mapping[str, RawTensor | Tensor],
+    *,
+    device: torch.device | str = "cpu",
+) -> ServedModel:
+    """Puts verified bytes into a decoder of its own.
+
+    Args:
+        tensors: bytes, which are copied, or tensors on the device, which are taken over.
 
     Raises BadManifest when names or shapes are not the model's.
     """
     with torch.device("meta"):
         decoder = Decoder(run.model, numerics.ops)
-    state = {name: _owned(tensor, run.dtype) for name, tensor in tensors.items()}
+    state = {
+        name: tensor if isinstance(tensor, Tensor) else _owned(tensor, run.dtype).to(device)
+        for name, tensor in tensors.items()
+    }
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise BadManifest(f"the tensors of run {manifest.run} do not fit its model config: {error}") from error
     decoder.requires_grad_(False).eval()
     head32 = numerics.ops.widen_head(decoder.head_weight)
-    return ServedModel(manifest, run, numerics, decoder, head32)
+    is_on_gpu = decoder.head_weight.is_cuda
+    return ServedModel(
+        manifest, run, numerics, decoder, head32, checksum(dict(named_weights(decoder))) if is_on_gpu else None
+    )
+
+
+@torch.no_grad()
+def adopt(served: ServedModel, staged: ServedModel) -> ServedModel:
+    """The staged version in the memory of the served one, so that captured graphs go on with it; copies on the device.
+
+    Afterwards `served` is no version any more: between two steps, by the thread that computes.
+    """
+    target = dict(named_weights(served.decoder))
+    for name, weight in named_weights(staged.decoder):
+        target[name].copy_(weight)
+    head32 = served.numerics.ops.widen_head(served.decoder.head_weight)
+    return replace(staged, decoder=served.decoder, head32=head32)
 
 
 def _owned(raw: RawTensor, dtype: torch.dtype) -> Tensor:
@@ -115,7 +148,12 @@ def raw_tensors(model: ServedModel) -> dict[str, RawTensor]:
 
 
 def held_digest(model: ServedModel) -> str:
-    """The manifest digest of the tensors that the decoder computes from, read now."""
+    """The manifest digest of the tensors that the decoder computes from, read now.
+
+    On a GPU by way of a checksum: the bytes' digest was verified when it was taken.
+    """
+    if model.checksum is not None and torch.equal(checksum(dict(named_weights(model.decoder))), model.checksum):
+        return model.version.digest
     return manifest_digest(tensor_entry(name, _raw(w)) for name, w in named_weights(model.decoder))
 
 

@@ -18,8 +18,21 @@ class TrainerConfig:
     """host:port."""
     run_dir: str = "runs"
     """Directory shared by all ranks. Run NAME keeps {run_dir}/NAME/checkpoints, trajectories and steps.jsonl."""
-    transport: Literal["directory", "grpc"] = "grpc"
-    """How published bytes travel."""
+    transport: Literal["directory", "grpc", "shm", "ipc", "broadcast"] = "grpc"
+    """How published bytes reach the replicas. `shm` (memory of this host), `ipc` (GPU memory of this host) and `broadcast`
+    (gloo or NCCL) announce a version at once and send it to weight_sync in the background, for whoever comes too late."""
+    source_host: str = "127.0.0.1"
+    """Interface where replicas ask for bytes in the memory of rank 0; `broadcast` between hosts needs another one."""
+    source_port: int = 0
+    """0 picks a free one."""
+    source_advertised: str = ""
+    """Host name under which replicas reach it. Empty: source_host."""
+    source_lease_s: float = 30.0
+    """Longest time that one replica may read a version from the trainer's memory."""
+    broadcast_timeout_s: float = 20.0
+    """Of one round: for its group to come together, and again for its bytes."""
+    broadcast_gather_s: float = 0.5
+    """How long a round waits for replicas that were in the last one."""
     directory: str | None = None
     """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
     delta: bool = False
@@ -64,7 +77,14 @@ class TrainerConfig:
             )
         if self.older_versions == "directory" and self.directory is None:
             raise ValueError("older_versions 'directory' needs transport 'directory'; use 'host'")
-        for name in ("threads", "poll_s", "publish_deadline_s"):
+        if self.transport == "ipc" and self.device == "cpu":
+            raise ValueError("transport 'ipc' shares GPU memory, but device is 'cpu'; use transport 'shm'")
+        if self.source_host in ("0.0.0.0", "::") and not self.source_advertised:
+            raise ValueError(
+                f"source_host {self.source_host!r} is no address to reach; set source_advertised to this host's name"
+            )
+        for name in ("threads", "poll_s", "publish_deadline_s", "source_lease_s", "broadcast_timeout_s",
+                     "broadcast_gather_s"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.export_interval < 0 or (self.export_interval and self.export_dir is None):

@@ -18,9 +18,11 @@ import structlog
 from services.trainer.batch import PolicyVersion
 from services.trainer.config import TrainerConfig
 from services.trainer.distributed import TellAll, World
+from services.trainer.offers import Offers, Slot
 from shared.config import structure, unstructure
 from shared.metrics import names
 from shared.metrics.server import metric
+from shared.transfer.arena import ArenaLayout
 from shared.wire import weights
 from shared.wire.codec import decode_group, encode_group
 from shared.wire.pb.weight_sync_pb2 import Manifest
@@ -61,13 +63,21 @@ class Link:
             self._queue = TrainQueue.connect(config.redis_url)
             directory = Path(config.directory) if config.directory else None
             self._publisher = weights.Publisher(
-                config.weight_sync, transport=config.transport, directory=directory, delta=config.delta
+                config.weight_sync,
+                transport="directory" if directory else "grpc",
+                directory=directory,
+                delta=config.delta,
             )
+            self._slot: Slot | None = None
+            is_in_memory = config.transport in ("shm", "ipc", "broadcast")
+            self._offers = Offers(config, world.device) if is_in_memory else None
 
     def close(self) -> None:
         if self._world.is_leader:
             self._queue.close()
             self._publisher.close()
+            if self._offers:
+                self._offers.close()
 
     def on_sigterm(self, *_: object) -> None:
         """Signal handler. Waits see the event within a slice; a publish, which may wait for minutes, is broken off."""
@@ -146,6 +156,8 @@ class Link:
                     f"{manifest.version.step} ({expected_digest}); move it away to go on from the one before"
                 )
             log.debug("publishing", step=manifest.version.step, lineage=manifest.version.lineage)
+            if self._offers and self._slot:
+                self._offers.offer(manifest, self._slot)
             while True:
                 try:
                     v = self._publisher.publish(
@@ -162,6 +174,22 @@ class Link:
                     )
 
         return PolicyVersion(*self._ask_weight_sync(ask))
+
+    def room(self, layout: ArenaLayout) -> Slot | None:
+        """Memory on rank 0 to gather the next version into, where replicas read from there; the last version's bytes have
+        left for weight_sync before.
+
+        Raises: Stopping, Refused, weights.WeightSyncError.
+        """
+        self.settle()
+        if self._world.is_leader and self._offers:
+            self._slot = self._offers.room(layout)
+            return self._slot
+        return None
+
+    def settle(self) -> None:
+        """weight_sync has the bytes of every version. Raises Stopping, Refused, weights.WeightSyncError."""
+        self._ask_weight_sync(lambda: self._publisher.settle(self._config.publish_deadline_s))
 
     @property
     def sent(self) -> weights.Sent:

@@ -28,7 +28,7 @@ from services.trainer.learner import Learner, StepResult
 from services.trainer.link import Link, Refused, json_ready
 from services.trainer.policy import Placement, load_policy
 from services.trainer.server import StatusBoard
-from services.trainer.weights import describe, gather, probe_token_ids, score_probe
+from services.trainer.weights import arena_layout, describe, gather, probe_token_ids, score_probe
 from shared.kernels import InexactKernelError, Ops, build_ops, default_dtype, fingerprint, self_check
 from shared.metrics import names
 from shared.metrics.server import metric
@@ -159,7 +159,8 @@ class Session:
 
     def _publish(self, copy: ForwardCopy) -> None:
         learner = self.learner
-        tensors = gather(learner.decoder, copy, self._world)
+        slot = self._link.room(arena_layout(learner.decoder, copy))
+        tensors = gather(learner.decoder, copy, self._world, slot)
         logprobs = score_probe(learner.decoder_at(copy.version.step), self._probe, self._world)
         manifest = None
         if self._world.is_leader:
@@ -236,6 +237,7 @@ class Session:
 
     def complete(self) -> None:
         """All steps are trained, durable and published."""
+        self._link.settle()
         self._link.set_state(self.config.run, RunState.COMPLETED)
         digest = self.learner.copies.current.version.digest
         log.info("run completed", run=self.config.run, step=self.step, digest=digest)

@@ -15,9 +15,11 @@ from torch import Tensor
 from services.trainer.batch import MicroBatch, PolicyVersion
 from services.trainer.copies import ForwardCopy
 from services.trainer.distributed import World
+from services.trainer.offers import Slot
 from services.trainer.policy import as_global, score_micro_batch
 from shared.config import unstructure
 from shared.models import Decoder, ModelConfig, packed_layout
+from shared.transfer.arena import ArenaLayout
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
 from shared.wire.tensors import RawTensor, build_manifest
@@ -28,19 +30,31 @@ PROBE_LENGTHS = (5, 17, 33)
 PROBE_TEMPERATURE = 1.0
 
 
-def gather(decoder: Decoder, copy: ForwardCopy, world: World) -> dict[str, RawTensor]:
+def gather(decoder: Decoder, copy: ForwardCopy, world: World, slot: Slot | None = None) -> dict[str, RawTensor]:
     """The whole version on rank 0, nothing on the others; all ranks must call it.
 
     Args:
         decoder: names the layout of the shards.
+        slot: of rank 0, to gather into, one parameter after the other; None: fresh memory on the CPU.
     """
     tensors = {}
     shards = as_global(decoder, copy.shards)
     for name in sorted(shards):
         full = shards[name].full_tensor()
-        if world.is_leader:
+        if slot is not None:
+            slot.fill(name, full)
+        elif world.is_leader:
             tensors[name] = raw_tensor(full)
+    if slot is not None:
+        slot.finish()
+        return slot.tensors()
     return tensors
+
+
+def arena_layout(decoder: Decoder, copy: ForwardCopy) -> ArenaLayout:
+    """Where the version's tensors lie in a slot."""
+    shapes = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+    return ArenaLayout.of((n, str(s.dtype).removeprefix("torch."), shapes[n]) for n, s in copy.shards.items())
 
 
 def raw_tensor(tensor: Tensor) -> RawTensor:

@@ -62,10 +62,24 @@ class Servicer(WeightSyncServicer):
             first = await anext(stream, pb.PublishChunk())
             published = storage.published(first.manifest, published_at=time.time())
             await self._fence(published.version.run, first.epoch)
-            if not await self._has(published.version):
+            if first.announce:
+                await self._announce(published, first)
+            elif not await self._has(published.version):
                 await self._receive(published, first, stream)
                 metric(names.WEIGHT_SYNC_SECONDS).labels("publish").observe(time.monotonic() - started)
             return pb.PublishReply(version=_version(published.version))
+
+    async def _announce(self, published: Published, first: pb.PublishChunk) -> None:
+        """The version can be had from its source: replicas may prepare it while its bytes are on their way here."""
+        version = published.version
+        async with self._distributor.store_lock:
+            self._registry.versions.fence(version.run, first.epoch)
+            # Raises ConflictError before anything is changed.
+            self._registry.versions.holds(version)
+            self._store.announce(first.manifest)
+            self._registry.versions.add(published)
+        log.info("announced", version=str(version), source=first.manifest.source.transport)
+        self._changes.fire()
 
     async def _receive(self, published: Published, first: pb.PublishChunk, stream: AsyncIterator) -> None:
         """Verified bytes on disk first, then the registry. Nothing is left of a publish that fails."""
@@ -167,6 +181,7 @@ class Servicer(WeightSyncServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.TensorChunk]:
         async with _answering(context):
             version = self._store.find(request.run, request.digest)
+            await self._until_stored(version)
             delta = None if request.names else self._store.delta(version, request.base_digest)
             if delta:
                 stream, transport = download_delta(delta), "grpc-delta"
@@ -176,6 +191,16 @@ class Servicer(WeightSyncServicer):
             while chunk := await asyncio.to_thread(next, stream, None):
                 metric(names.WEIGHT_SYNC_BYTES).labels(transport).inc(chunk.ByteSize())
                 yield chunk
+
+    async def _until_stored(self, version: Version) -> None:
+        """Waits for the bytes of a version that was announced, at most until the caller's deadline.
+
+        Raises UnknownVersionError when it was dropped meanwhile.
+        """
+        with self._changes.subscribe() as changed:
+            while self._store.is_awaited(version) and not self._changes.is_closed:
+                await changed.wait()
+                changed.clear()
 
     # Dispatcher
 

@@ -67,6 +67,8 @@ class Store:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._manifests: dict[Version, Manifest] = {}
+        self._announced: set[Version] = set()
+        """Versions whose bytes are not here yet."""
         root.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("w")
         try:
@@ -127,6 +129,22 @@ class Store:
         fsync_directory(final.parent)
         fsync_directory(self._root)
         self._manifests[version_of(manifest)] = manifest
+        self._announced.discard(version_of(manifest))
+
+    def announce(self, manifest: Manifest) -> None:
+        """The version exists, its bytes are on their way: nothing of it outlives this process before they are there."""
+        version = version_of(manifest)
+        if known := self._manifests.get(version):
+            # A trainer that restarted offers it from another place.
+            known.source.CopyFrom(manifest.source)
+        else:
+            self._manifests[version] = manifest
+            self._announced.add(version)
+
+    def is_awaited(self, version: Version) -> bool:
+        """Whether the version's bytes are still on their way. Raises UnknownVersionError."""
+        self.manifest(version)
+        return version in self._announced
 
     def discard(self, temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -181,7 +199,9 @@ class Store:
         before = list(self._manifests.values())
         for v in versions:
             manifest = self._manifests.pop(v)
-            shutil.rmtree(version_directory(self._root, manifest))
+            self._announced.discard(v)
+            # One that was only announced has none.
+            shutil.rmtree(version_directory(self._root, manifest), ignore_errors=True)
         keep = [uri_path(m.uri) for m in self._manifests.values() if m.uri]
         for run in {v.run for v in versions}:
             directory.sweep(before, run=run, oldest_step=oldest_steps[run], keep=keep)

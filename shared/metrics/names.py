@@ -74,6 +74,12 @@ PUBLISH_FULL_BYTES = Metric(
 DELTA_FALLBACKS = Metric(
     "timzero_delta_fallbacks_total", "counter", "Deltas given up for the full version", ("phase", "reason")
 )
+SOURCE_FALLBACKS = Metric(
+    "timzero_weight_source_fallbacks_total",
+    "counter",
+    "Versions that were not had from the trainer's memory, and came from weight_sync",
+    ("transport", "reason"),
+)
 WEIGHT_SYNC_FAILURES = Metric("timzero_weight_sync_failures_total", "counter", "Failed phases", ("phase",))
 REPLICAS = Metric("timzero_replicas", "gauge", "Registered replicas by state", ("state",))
 PARITY_MISMATCH = Metric(

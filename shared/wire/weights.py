@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -105,8 +108,10 @@ class Publisher:
         self._is_delta = delta and directory is None
         self._base: _Base | None = None
         self._num_sent = 0
+        self._upload: Future[pb.Version] | None = None
+        """Of a version that was announced, until `settle`."""
         self.sent = Sent(0, 0)
-        """Of the last publish."""
+        """Of the last publish; of one whose bytes are still on their way, all of them."""
 
     def __enter__(self) -> Publisher:
         return self
@@ -120,14 +125,54 @@ class Publisher:
     def publish(
         self, manifest: pb.Manifest, tensors: Mapping[str, RawTensor], *, epoch: int, deadline_s: float
     ) -> pb.Version:
-        """Returns when weight_sync has the version on disk, verified.
+        """Returns when weight_sync has the version on disk, verified; where the manifest names a source of its bytes, when
+        weight_sync knows of it: then the bytes follow in the background, and the next publish waits for them.
 
         Sets `manifest.uri` under the directory transport, `manifest.base_digest` where a delta is sent. The tensors must not
         be written to until the next publish.
 
         Raises: Fenced, VersionConflict, WeightSyncError, OSError when the directory can't be written.
         """
+        end = time.monotonic() + deadline_s
+        self.settle(deadline_s)
+        if not manifest.HasField("source"):
+            return self._send(manifest, tensors, epoch=epoch, deadline_s=end - time.monotonic())
+        announcement = pb.PublishChunk(epoch=epoch, manifest=manifest, announce=True)
+        version = retry(
+            lambda t: self._stub.Publish(iter([announcement]), **call(t)).version,
+            address=self._address,
+            deadline_s=end - time.monotonic(),
+        )
+        full_bytes = sum(e.nbytes for e in manifest.tensors)
+        self.sent = Sent(full_bytes, full_bytes)
+        upload = self._upload = Future()
 
+        def send() -> None:
+            try:
+                upload.set_result(self._send(manifest, tensors, epoch=epoch, deadline_s=deadline_s))
+            except BaseException as error:  # handed to whoever settles
+                upload.set_exception(error)
+
+        threading.Thread(target=send, name="upload", daemon=True).start()
+        return version
+
+    def settle(self, deadline_s: float) -> None:
+        """Waits until the bytes of the version announced last are at weight_sync. Raises what `publish` raises."""
+        upload, self._upload = self._upload, None
+        if upload is None:
+            return
+        try:
+            upload.result(deadline_s)
+        except TimeoutError:
+            self._upload = upload
+            raise WeightSyncError(
+                f"weight_sync at {self._address} did not take the bytes of the last version within {deadline_s} s"
+            ) from None
+
+    def _send(
+        self, manifest: pb.Manifest, tensors: Mapping[str, RawTensor], *, epoch: int, deadline_s: float
+    ) -> pb.Version:
+        """Returns when the bytes are at weight_sync."""
         base = self._base if self._base and self._base.run == manifest.run else None
 
         def attempt(timeout_s: float, *, against: _Base | None) -> pb.Version:

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("services", "shared", "timzero")
 LIGHT = {"shared.wire", "shared.metrics", "shared.config", "shared.process", "shared.masking"}
-COMPUTE = {"shared.kernels", "shared.models"}
+COMPUTE = {"shared.kernels", "shared.models", "shared.transfer"}
 
 MAY_IMPORT = {
     "services.gateway": LIGHT,
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "timzero": LIGHT,
     "shared.models": {"shared.kernels", "shared.config"},
     "shared.kernels": set(),
+    "shared.transfer": {"shared.wire"},
     "shared.wire": LIGHT,
     "shared.metrics": set(),
     "shared.process": {"shared.masking"},

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshared/wire/pb/trainer.proto\x12\x12timzero.trainer.v1\"\x0f\n\rStatusRequest\"\xbe\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07lineage\x18\x04 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x12\n\nworld_size\x18\x08 \x01(\r\x12=\n\x07kernels\x18\t \x03(\x0b\x32,.timzero.trainer.v1.StatusReply.KernelsEntry\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1b\n\x13last_step_timestamp\x18\x0b \x01(\x01\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32W\n\x07Trainer\x12L\n\x06Status\x12!.timzero.trainer.v1.StatusRequest\x1a\x1f.timzero.trainer.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshared/wire/pb/trainer.proto\x12\x12timzero.trainer.v1\"\x0f\n\rStatusRequest\"\xbe\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07lineage\x18\x04 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x05 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x12\n\nworld_size\x18\x08 \x01(\r\x12=\n\x07kernels\x18\t \x03(\x0b\x32,.timzero.trainer.v1.StatusReply.KernelsEntry\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1b\n\x13last_step_timestamp\x18\x0b \x01(\x01\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"f\n\x0e\x41\x63quireRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x0e\n\x06member\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\x93\x01\n\x05Grant\x12-\n\x03shm\x18\x01 \x01(\x0b\x32 .timzero.trainer.v1.SharedMemory\x12-\n\x03ipc\x18\x02 \x01(\x0b\x32 .timzero.trainer.v1.DeviceMemory\x12,\n\tbroadcast\x18\x03 \x01(\x0b\x32\x19.timzero.trainer.v1.Round\":\n\x0cSharedMemory\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"\xe4\x01\n\x0c\x44\x65viceMemory\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x04 \x01(\x04\x12\x16\n\x0estorage_offset\x18\x05 \x01(\x04\x12\x1a\n\x12ref_counter_handle\x18\x06 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x07 \x01(\x04\x12\x14\n\x0c\x65vent_handle\x18\x08 \x01(\x0c\x12\x1b\n\x13\x65vent_sync_required\x18\t \x01(\x08\x12\x0e\n\x06nbytes\x18\n \x01(\x04\"z\n\x05Round\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04size\x18\x04 \x01(\r\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x04\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x32W\n\x07Trainer\x12L\n\x06Status\x12!.timzero.trainer.v1.StatusRequest\x1a\x1f.timzero.trainer.v1.StatusReply2Z\n\x0cWeightSource\x12J\n\x07\x41\x63quire\x12\".timzero.trainer.v1.AcquireRequest\x1a\x19.timzero.trainer.v1.Grant0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREPLY']._serialized_end=388
   _globals['_STATUSREPLY_KERNELSENTRY']._serialized_start=342
   _globals['_STATUSREPLY_KERNELSENTRY']._serialized_end=388
-  _globals['_TRAINER']._serialized_start=390
-  _globals['_TRAINER']._serialized_end=477
+  _globals['_ACQUIREREQUEST']._serialized_start=390
+  _globals['_ACQUIREREQUEST']._serialized_end=492
+  _globals['_GRANT']._serialized_start=495
+  _globals['_GRANT']._serialized_end=642
+  _globals['_SHAREDMEMORY']._serialized_start=644
+  _globals['_SHAREDMEMORY']._serialized_end=702
+  _globals['_DEVICEMEMORY']._serialized_start=705
+  _globals['_DEVICEMEMORY']._serialized_end=933
+  _globals['_ROUND']._serialized_start=935
+  _globals['_ROUND']._serialized_end=1057
+  _globals['_TRAINER']._serialized_start=1059
+  _globals['_TRAINER']._serialized_end=1146
+  _globals['_WEIGHTSOURCE']._serialized_start=1148
+  _globals['_WEIGHTSOURCE']._serialized_end=1238
 # @@protoc_insertion_point(module_scope)

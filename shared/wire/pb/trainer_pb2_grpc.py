@@ -98,3 +98,80 @@ class Trainer:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WeightSourceStub:
+    """Served by rank 0 where weights travel through its memory: `shm`, `ipc` or `broadcast`.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Acquire = channel.unary_stream(
+                '/timzero.trainer.v1.WeightSource/Acquire',
+                request_serializer=shared_dot_wire_dot_pb_dot_trainer__pb2.AcquireRequest.SerializeToString,
+                response_deserializer=shared_dot_wire_dot_pb_dot_trainer__pb2.Grant.FromString,
+                _registered_method=True)
+
+
+class WeightSourceServicer:
+    """Served by rank 0 where weights travel through its memory: `shm`, `ipc` or `broadcast`.
+    """
+
+    def Acquire(self, request, context):
+        """The bytes of a version, laid out by shared/transfer/arena.py, for as long as the call is open: the caller copies them, then
+        ends it. NOT_FOUND: the trainer holds them no more, ABORTED: the round failed; fetch them from weight_sync.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WeightSourceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Acquire': grpc.unary_stream_rpc_method_handler(
+                    servicer.Acquire,
+                    request_deserializer=shared_dot_wire_dot_pb_dot_trainer__pb2.AcquireRequest.FromString,
+                    response_serializer=shared_dot_wire_dot_pb_dot_trainer__pb2.Grant.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'timzero.trainer.v1.WeightSource', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('timzero.trainer.v1.WeightSource', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WeightSource:
+    """Served by rank 0 where weights travel through its memory: `shm`, `ipc` or `broadcast`.
+    """
+
+    @staticmethod
+    def Acquire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/timzero.trainer.v1.WeightSource/Acquire',
+            shared_dot_wire_dot_pb_dot_trainer__pb2.AcquireRequest.SerializeToString,
+            shared_dot_wire_dot_pb_dot_trainer__pb2.Grant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -41,7 +41,7 @@ class Version(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "version", "tensors", "model_config_json", "run_config_json", "fingerprint", "uri", "probe_token_ids", "probe_logprobs", "base_digest")
+    __slots__ = ("run", "version", "tensors", "model_config_json", "run_config_json", "fingerprint", "uri", "probe_token_ids", "probe_logprobs", "base_digest", "source")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Manifest(_message.Message):
     PROBE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROBE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: Version
     tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
@@ -62,7 +63,16 @@ class Manifest(_message.Message):
     probe_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
     probe_logprobs: _containers.RepeatedScalarFieldContainer[bytes]
     base_digest: str
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., model_config_json: _Optional[str] = ..., run_config_json: _Optional[str] = ..., fingerprint: _Optional[str] = ..., uri: _Optional[str] = ..., probe_token_ids: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[_Iterable[bytes]] = ..., base_digest: _Optional[str] = ...) -> None: ...
+    source: Source
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., model_config_json: _Optional[str] = ..., run_config_json: _Optional[str] = ..., fingerprint: _Optional[str] = ..., uri: _Optional[str] = ..., probe_token_ids: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[_Iterable[bytes]] = ..., base_digest: _Optional[str] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("transport", "address")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    address: str
+    def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
     __slots__ = ("name", "offset", "data", "encoding")
@@ -77,14 +87,16 @@ class TensorChunk(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
 
 class PublishChunk(_message.Message):
-    __slots__ = ("epoch", "manifest", "chunk")
+    __slots__ = ("epoch", "manifest", "chunk", "announce")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     manifest: Manifest
     chunk: TensorChunk
-    def __init__(self, epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
+    announce: bool
+    def __init__(self, epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., announce: _Optional[bool] = ...) -> None: ...
 
 class PublishReply(_message.Message):
     __slots__ = ("version",)

@@ -1,0 +1,151 @@
+"""Weights from the trainer's memory: what a reader gets, who owns the memory for how long, and that nobody waits for a reader."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+import pytest
+import torch
+
+from services.rollout.sources import Sources, SourceUnavailable
+from shared.wire import rpc
+from shared.wire.pb import trainer_pb2 as trainer_pb
+from shared.wire.pb import weight_sync_pb2 as pb
+from shared.wire.pb.trainer_pb2_grpc import WeightSourceStub
+from shared.wire.tensors import verify
+from shared.wire.weights import Fenced, VersionConflict, fetch
+from tests.deadline import DEADLINE_S
+from tests.integration.source_testing import CPU, byte_sum, layout_of, offer, offers, raw, readers, weights
+from tests.integration.weight_sync_testing import manifest_of, running
+
+
+def reason_of(sources: Sources, manifest: pb.Manifest) -> str:
+    with pytest.raises(SourceUnavailable) as error:
+        sources.copy(manifest, deadline_s=DEADLINE_S)
+    return error.value.reason
+
+
+def reading(channel: grpc.Channel, manifest: pb.Manifest) -> grpc.Future:
+    """An open call that has its grant: a reader that copies and copies."""
+    request = trainer_pb.AcquireRequest(manifest_digest=manifest.version.digest, replica="stalled")
+    call = WeightSourceStub(channel).Acquire(request, timeout=DEADLINE_S)
+    assert next(call).shm.nbytes
+    return call
+
+
+def test_versions_follow_one_another_through_two_buffers_that_a_reader_maps_once() -> None:
+    with offers("shm") as made:
+        sources = Sources("r0", CPU)
+        for step in range(5):
+            manifest = offer(made, step)
+            got = sources.copy(manifest, deadline_s=DEADLINE_S)
+            assert all(torch.equal(got[n], t) for n, t in weights(step).items())
+            assert got["a"].dtype is torch.bfloat16
+        assert len(sources._mapped) == 2
+        # The one before is still there, the one before that is not.
+        assert sources.copy(offer(made, 5), deadline_s=DEADLINE_S)
+        older = manifest_of(3, raw(weights(3)))
+        older.source.CopyFrom(manifest.source)
+        assert sources.copy(manifest, deadline_s=DEADLINE_S)["b"].tolist() == weights(4)["b"].tolist()
+        assert reason_of(sources, older) == "not_found"
+
+
+def test_another_process_copies_from_the_memory() -> None:
+    with offers("shm") as made, readers("r0") as (reader,):
+        for step in (0, 1, 2):
+            reader.ask("copy", offer(made, step))
+            assert reader.answer() == ("copied", byte_sum(step))
+
+
+def test_a_reader_that_stalls_keeps_its_buffer_for_its_lease_and_holds_up_nobody() -> None:
+    with offers("shm", source_lease_s=1.0) as made, rpc.channel(offer(made, 0).source.address) as channel:
+        manifest = manifest_of(0, raw(weights(0)))
+        stalled = reading(channel, manifest)
+        layout = layout_of(weights(0))
+        other = made.room(layout)
+        assert other is not None
+        other.digest = "the next one"
+        assert made.room(layout) is other, "the buffer that is read is left alone, whatever is newer"
+        other.digest = manifest.version.digest + "x"
+        held = threading.Event()
+        other.readers.add(held)
+        assert made.room(layout) is None, "no buffer is free: the version goes through weight_sync"
+        assert list(stalled) == [], "the lease ends by itself"
+        freed = made.room(layout)
+        assert freed is not None
+        assert freed is not other
+        other.readers.discard(held)
+
+
+def test_a_reader_that_was_too_slow_finds_other_bytes_and_says_so() -> None:
+    with offers("shm") as made:
+        manifest = offer(made, 0)
+        slot = next(s for s in made._slots if s.digest)
+        slot.host.flat[1234] ^= 1
+        assert reason_of(Sources("r0", CPU), manifest) == "mismatch"
+
+
+def test_a_trainer_that_is_gone_is_not_waited_for() -> None:
+    with offers("shm") as made:
+        manifest = offer(made, 0)
+    assert reason_of(Sources("r0", CPU), manifest) == "unavailable"
+
+
+def test_a_buffer_of_another_size_replaces_the_old_ones() -> None:
+    with offers("shm") as made:
+        sources = Sources("r0", CPU)
+        for step, elements in enumerate((80_000, 80_000, 160_000, 160_000, 160_000)):
+            manifest = offer(made, step, elements=elements)
+            got = sources.copy(manifest, deadline_s=DEADLINE_S)
+            assert torch.equal(got["a"], weights(step, elements=elements)["a"])
+
+
+def test_an_announced_version_exists_at_once_and_its_bytes_are_waited_for(tmp_path) -> None:
+    tensors = raw(weights(0))
+    manifest = manifest_of(0, tensors)
+    manifest.source.transport, manifest.source.address = "shm", "127.0.0.1:9"
+    with running(tmp_path / "data") as process, process.stub() as stub, process.publisher() as publisher:
+        announcement = pb.PublishChunk(epoch=3, manifest=manifest, announce=True)
+        stub.Publish(iter([announcement]), timeout=DEADLINE_S, wait_for_ready=True)
+        assert [v.version.digest for v in publisher.versions("demo")] == [manifest.version.digest]
+        got: list = []
+        fetching = threading.Thread(
+            target=lambda: got.append(fetch(manifest, address=process.address, deadline_s=DEADLINE_S)), daemon=True
+        )
+        fetching.start()
+        with pytest.raises(Fenced):
+            publisher.publish(manifest, tensors, epoch=2, deadline_s=DEADLINE_S)
+        other = manifest_of(0, raw(weights(1)))
+        other.source.CopyFrom(manifest.source)
+        with pytest.raises(VersionConflict):
+            publisher.publish(other, raw(weights(1)), epoch=3, deadline_s=DEADLINE_S)
+        assert not got
+        publisher.publish(manifest, tensors, epoch=3, deadline_s=DEADLINE_S)
+        publisher.settle(DEADLINE_S)
+        fetching.join(DEADLINE_S)
+        verify(manifest, got[0])
+        # Nothing of a version that was only announced outlives the process; the one with bytes does.
+        later = manifest_of(1, raw(weights(1)))
+        later.source.CopyFrom(manifest.source)
+        stub.Publish(iter([pb.PublishChunk(epoch=3, manifest=later, announce=True)]), timeout=DEADLINE_S)
+        process.kill()
+        process.start()
+        assert [v.version.step for v in publisher.versions("demo", deadline_s=DEADLINE_S)] == [0]
+
+
+def test_a_version_that_was_only_announced_can_be_retired(tmp_path) -> None:
+    manifests = [manifest_of(step, raw(weights(step))) for step in (0, 1)]
+    with running(tmp_path / "data") as process, process.stub() as stub, process.publisher() as publisher:
+        for manifest in manifests:
+            manifest.source.transport = "shm"
+            announcement = pb.PublishChunk(epoch=1, manifest=manifest, announce=True)
+            stub.Publish(iter([announcement]), timeout=DEADLINE_S, wait_for_ready=True)
+        waiting = stub.Fetch(
+            pb.FetchRequest(run="demo", digest=manifests[0].version.digest), timeout=DEADLINE_S, wait_for_ready=True
+        )
+        assert publisher.retain("demo", 1, epoch=1, deadline_s=DEADLINE_S) == 1
+        with pytest.raises(grpc.RpcError) as error:
+            list(waiting)
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        assert [v.version.step for v in publisher.versions("demo")] == [1]
