@@ -117,7 +117,8 @@ class Staging:
     async def _numerics_for(self, run: ServedRun) -> Numerics:
         key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)
         if self._numerics is None or self._numerics[0] != key:
-            self._numerics = key, await asyncio.wrap_future(self._loop.call(lambda: certified(run)))
+            device = self._loop.engine.config.device
+            self._numerics = key, await asyncio.wrap_future(self._loop.call(lambda: certified(run, device)))
         return self._numerics[1]
 
     def _base_of(self, manifest: Manifest) -> ServedModel | None:

@@ -56,15 +56,15 @@ class Numerics:
     fingerprint: str
 
 
-def certified(run: ServedRun) -> Numerics:
+def certified(run: ServedRun, device: str = "cpu") -> Numerics:
     """Builds and checks the operations for a run; takes about a second. Call it in the thread that will compute.
 
     Raises UnservableRun when exact mode can't be had here.
     """
-    ops = build_ops(run.config.numerics)
     try:
+        ops = build_ops(run.config.numerics, device)
         self_check(ops, run.dtype, linear_shapes=run.model.linear_shapes, heads=run.model.heads)
-    except InexactKernelError as error:
+    except (InexactKernelError, ValueError) as error:
         raise UnservableRun(str(error)) from error
     return Numerics(ops, fingerprint(ops, run.dtype))
 
