@@ -142,6 +142,11 @@ class Client:
             results += [{**result, "index": len(results) + i} for i, result in enumerate(answer)]
         return results
 
+    def cancel_group(self, run: str, number: int, *, deadline_s: float | None = None) -> dict[str, Any]:
+        """Drops a prompt's samples for good; its batch is trained without them. ApiError group-sealed when that is too late."""
+        path = f"/v1/runs/{run}/groups/{number}:cancel"
+        return self._transport.json("POST", path, json={}, deadline_s=deadline_s, repeatable=True)
+
     def _post_items(
         self, path: str, items: Sequence[Mapping[str, Any]], gate_deadline_s: float, deadline_s: float | None
     ) -> list[dict[str, Any]]:

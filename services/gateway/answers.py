@@ -54,6 +54,12 @@ class PromptResults(Answer):
     items: list[PromptResult]
 
 
+class CancelledGroup(Answer):
+    group_id: str
+    number: int
+    dropped: int = Field(description="Samples dropped now; 0: they were before")
+
+
 class Reward(Answer):
     value: float
     revision: int

@@ -137,6 +137,17 @@ async def post_trajectories(request: Request, run: RunName, body: SampledBatch) 
     return _accepted(request, await ingest.post(gateway_of(request), run, body.items, document(request)))
 
 
+@admin.post("/runs/{run}/groups/{number}:cancel", tags=["prompts"], response_model=answers.CancelledGroup,
+            responses=responses("run-state", "group-sealed", "idempotency-in-progress"))  # fmt: skip
+async def cancel_group(request: Request, run: RunName, number: Annotated[int, Path(ge=0, lt=2**31)]) -> Response:
+    """Drops a prompt's samples as cancelled, for good: its batch is trained without them.
+
+    The way out of a run that a group keeps paused: a reward that will never come, samples that the trainer refuses.
+    """
+    dropped = await gateway_of(request).store.cancel_group(run, number)
+    return reply(request, answers.CancelledGroup(group_id=f"{run}.{number}", number=number, dropped=dropped))
+
+
 @read.get("/runs/{run}/trajectories", tags=["trajectories"], response_model=answers.TrajectoryPage,
           responses=responses("archive-unavailable"))  # fmt: skip
 async def list_trajectories(

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 MAX_WAIT_S = 10.0
 """Longest time without a look, should a signal get lost."""
 SIGNAL_BLOCK_S = 1.0
-_DISPATCHES = (b"trajectory.accepted", b"evaluation.accepted", b"run.")
+_DISPATCHES = (b"trajectory.accepted", b"trajectory.dropped", b"evaluation.accepted", b"run.")
 """Events after which there may be something to dispatch."""
 _NO_REWARD = (b"trajectory.accepted", b"trajectory.generating")
 """Events that change nothing for the reward join."""

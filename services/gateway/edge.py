@@ -38,6 +38,7 @@ _STORE_CODES: dict[type[records.StoreError], str] = {
     records.RunExists: "run-exists",
     records.RunActive: "run-active",
     records.IllegalTransition: "run-state",
+    records.GroupSealed: "group-sealed",
     records.RunOver: "run-over",
     records.NotDurable: "valkey-unavailable",
 }

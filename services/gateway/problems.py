@@ -53,6 +53,7 @@ CODES: Mapping[str, Code] = {
     "chat-template": Code(422, "The messages cannot be rendered with the model's chat template"),
     "capacity-exhausted": Code(429, "The admission gate is closed", retryable=True),
     "streams-exhausted": Code(429, "Too many event streams are open", retryable=True),
+    "group-sealed": Code(409, "The group is being trained, or is trained"),
     # trajectories from elsewhere
     "logprob-invalid": Code(422, "A logprob is not one"),
     "version-mismatch": Code(422, "The samples are not of their batch's version"),

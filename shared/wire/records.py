@@ -42,6 +42,10 @@ class IllegalTransition(StoreError):
     """409: the run's state does not allow it (it is over, usually)."""
 
 
+class GroupSealed(StoreError):
+    """409: the group can't be dropped any more."""
+
+
 class NotDurable(StoreError):
     """503: done in memory but not known to be on disk before the deadline. Repeat the request: it is idempotent."""
 

@@ -27,6 +27,7 @@ from shared.wire.records import (
     AcceptResult,
     AcceptStatus,
     EvalRecord,
+    GroupSealed,
     IdempotencyRecord,
     IllegalTransition,
     RewardItem,
@@ -37,6 +38,7 @@ from shared.wire.records import (
     RunOver,
     RunRecord,
     UnknownRun,
+    UnknownTrajectory,
 )
 from shared.wire.run import RunConfig, RunState
 from shared.wire.stored import reward_json
@@ -135,6 +137,26 @@ class RunStore(EvaluationReader):
         if any(answer[0] == b"unknown_run" for answer in answers):
             raise UnknownRun(f"no run {run}")
         return [_accept_result(run, item, answer) for item, answer in zip(items, answers, strict=True)]
+
+    async def cancel_group(self, run: str, number: int) -> int:
+        """An operator drops the group of a prompt for good: its batch is trained without it. On disk when it returns.
+
+        Idempotent. Returns how many samples were dropped now.
+        Raises UnknownRun, UnknownTrajectory (the number was never posted), IllegalTransition (the run is over), GroupSealed (it
+        is being trained, or is trained), NotDurable.
+        """
+        async with self.durable():
+            answer, *rest = await self.call("cancel_group", run, time.time(), number)
+        match answer.decode():
+            case "unknown":
+                raise UnknownTrajectory(f"run {run} has no group {number}")
+            case "run_over":
+                raise IllegalTransition(f"run {run} is {rest[0].decode()}: what was live is dropped already")
+            case "sealed":
+                raise GroupSealed(
+                    f"group {run}.{number} is {rest[0].decode()}: it is part of the weights, or about to be"
+                )
+        return int(rest[0])
 
     async def fingerprints(self, run: str, numbers: Sequence[int]) -> list[str | None]:
         """Of the bodies that were accepted under these numbers; None where there is none."""

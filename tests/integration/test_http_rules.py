@@ -171,6 +171,7 @@ SCOPED = [
     ("POST", "/v1/runs/x:pause", "admin"),
     ("POST", "/v1/runs/x:resume", "admin"),
     ("POST", "/v1/runs/x:stop", "admin"),
+    ("POST", "/v1/runs/x/groups/0:cancel", "admin"),
     ("POST", "/v1/runs/x/prompts", "prompts:write"),
     ("POST", "/v1/runs/x/evals", "prompts:write"),
     ("POST", "/v1/completions", "prompts:write"),

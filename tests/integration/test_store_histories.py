@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from shared.wire.ingest import IngestedGroup
 from shared.wire.lifecycle import Lifecycle
 from shared.wire.queue import TrainQueue
-from shared.wire.records import Fenced
+from shared.wire.records import Fenced, GroupSealed, IllegalTransition, UnknownTrajectory
 from shared.wire.run import RunState
 from shared.wire.store import RunStore
 from tests.integration.wire_testing import (
@@ -59,6 +59,7 @@ class History(RuleBasedStateMachine):
         self.states: dict[tuple[int, int], str] = {}
         self.rewards: dict[tuple[int, int], tuple[int, float]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
+        self.cancelled: set[int] = set()
         self.late = 0
         self.step = self.durable = 0
         self.is_stopped = self.is_paused = False
@@ -165,6 +166,29 @@ class History(RuleBasedStateMachine):
             if state != "trained":
                 self.states[key], self.reasons[key] = "dropped", "cancelled"
 
+    @rule(number=numbers, dice=st.integers(0, 2))
+    def cancel_group(self, number: int, dice: int) -> None:
+        if dice:
+            return
+        states = {self.states.get((number, s)) for s in range(2)}
+        if number not in self.bodies:
+            refusal: type[Exception] | None = UnknownTrajectory
+        elif number in self.cancelled:
+            refusal = None
+        elif self.is_stopped:
+            refusal = IllegalTransition
+        else:
+            refusal = GroupSealed if states & {"leased", "trained"} else None
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.do(self.store.cancel_group("r", number))
+            return
+        num_dropped = self.do(self.store.cancel_group("r", number))
+        assert num_dropped == (0 if number in self.cancelled else 2)
+        self.cancelled.add(number)
+        for s in range(2):
+            self.states[number, s], self.reasons[number, s] = "dropped", "cancelled"
+
     # dispatcher
 
     @rule(number=numbers, sample=samples)
@@ -230,7 +254,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_stopped)
     @rule()
     def train_a_step(self) -> None:
-        batch = [self.step * 2, self.step * 2 + 1]
+        batch = [n for n in (self.step * 2, self.step * 2 + 1) if n not in self.cancelled]
         is_complete = all(self.group_is(n, "queued") or self.group_is(n, "leased") for n in batch)
         is_running = self.do(self.store.get_run("r")).state is RunState.RUNNING
         is_due = is_complete and is_running
@@ -262,7 +286,11 @@ class History(RuleBasedStateMachine):
         old.close()
 
     def become_trained(self, step: int) -> int:
-        covered = [key for key in self.states if key[0] < step * 2 and self.states[key] != "trained"]
+        covered = [
+            key
+            for key in self.states
+            if key[0] < step * 2 and key[0] not in self.cancelled and self.states[key] != "trained"
+        ]
         for key in covered:
             self.states[key] = "trained"
             self.reasons.pop(key, None)

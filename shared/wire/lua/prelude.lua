@@ -109,17 +109,21 @@ local function forget_entry(number)
   end
 end
 
--- The group is in a durable checkpoint: its trajectories are TRAINED whatever they were. Returns how many.
+-- An operator, or the trainer, let its batch be complete without it.
+local function is_dropped(number)
+  return redis.call('SISMEMBER', R .. ':dropped', number) == 1
+end
+
+-- The group is in a durable checkpoint: its trajectories are TRAINED whatever they were, unless it was in no batch.
+-- Returns how many.
 local function train_group(number, size, now, archive)
   local name, moved = string.format('%d', number), 0
+  if is_dropped(name) then return 0 end
   for _, id in ipairs(members(group_of(number))) do
     local t = R .. ':t:' .. id
-    -- What an operator let be dropped as poison was never in a batch.
-    if redis.call('HGET', t, 'reason') ~= 'poison' then
-      if move(id, 'trained', now) then moved = moved + 1 end
-      redis.call('HSET', t, 'step', string.format('%d', math.floor(number / size)))
-      if archive ~= '' and redis.call('HDEL', t, 'record') == 1 then redis.call('HSET', t, 'archive', archive) end
-    end
+    if move(id, 'trained', now) then moved = moved + 1 end
+    redis.call('HSET', t, 'step', string.format('%d', math.floor(number / size)))
+    if archive ~= '' and redis.call('HDEL', t, 'record') == 1 then redis.call('HSET', t, 'archive', archive) end
   end
   forget_entry(name)
   redis.call('ZREM', R .. ':todo', name)
