@@ -185,3 +185,42 @@ def test_every_table_is_exported_and_what_the_last_step_lacks_is_gone(rig: Rig) 
     assert value(names.EQUAL_FRACTION, run=run) == 1
     assert value(names.UNAUDITED_TOKENS, run=run, reason="share") == 0
     assert value(names.CLIP, run=run, statistic="clip_high") == row["clip"]["clip_high"]
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_logprobs_shifted_by_one_token_show(rig: Rig, shift: int) -> None:
+    """The alignment proves itself: any other one is far off."""
+    learner = rig.learner(lag=0)
+    batch = rig.batch(learner)
+    shifted = replace(batch, rollout_T=batch.rollout_T.roll(shift))
+    mismatch = learner.train(shifted, learner.score(shifted)).mismatch
+    assert mismatch.differing_tokens > 0.9 * batch.num_tokens
+    assert mismatch.delta.abs_mean > 0.3
+
+
+def test_a_mismatch_put_into_a_real_batch_is_reported_apart_from_its_staleness(rig: Rig) -> None:
+    learner = rig.learner(ANY)
+    first = rig.batch(learner)
+    learner.train(first, learner.score(first))
+    publish(learner, 1)
+    batch = rig.batch(learner, 1)
+    clean = learner.score(batch)
+    noise = 0.02 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    top1 = batch.top1_T.clone()
+    top1[[3, 14, 15]] += 1
+    dirty = replace(batch, rollout_T=batch.rollout_T + noise, top1_T=top1)
+    assert clean.sampled is not None
+    assert clean.proximal_T is not None
+    injected = (clean.sampled.logprob_T - dirty.rollout_T).double()
+    seen = (clean.proximal_T - dirty.rollout_T).double()
+    metrics = learner.train(dirty, learner.score(dirty)).metrics
+    own, correction = metrics["mismatch"]["same_version"], metrics["mismatch"]["correction"]
+    for table, delta in ((own, injected), (correction, seen)):
+        assert table["k1"] == pytest.approx(-float(delta.mean()), abs=1e-7)
+        assert table["k3"] == pytest.approx(float((delta.expm1() - delta).mean()), rel=1e-4)
+        assert table["abs_max"] == pytest.approx(float(delta.abs().max()), rel=1e-5)
+        assert table["ratio_error"] == pytest.approx(float(delta.expm1().abs().mean()), rel=1e-4)
+    assert metrics["tim"]["abs_max"] == own["abs_max"] < correction["abs_max"]
+    assert metrics["tim"]["top1_flips"] == 3
+    assert own["top1_flip"] == 3 / batch.num_tokens
+    assert metrics["tim"]["equal_fraction"] == own["equal_fraction"] < 0.1

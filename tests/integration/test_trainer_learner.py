@@ -434,7 +434,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(model: Path, world: Wo
 
 def test_two_ranks_agree_with_one_to_the_bit_in_the_forward(model: Path, world: World, tmp_path: Path) -> None:
     """The same batches at one and at two ranks; the checkpoint of two ranks goes on at one."""
-    config = run_config(model, lag=1, micro_batch_tokens=40, optimizer=OptimizerConfig(lr=1e-3))
+    algorithm = replace(ALGORITHM, kl="k2", kl_coef=0.01)
+    config = run_config(model, lag=1, micro_batch_tokens=40, optimizer=OptimizerConfig(lr=1e-3), algorithm=algorithm)
     learner = build_learner(config, world)
     archive = str(tmp_path / "batches")
     engines = {0: engine_of(learner, publish(learner, 0))}
@@ -464,6 +465,11 @@ def test_two_ranks_agree_with_one_to_the_bit_in_the_forward(model: Path, world: 
             assert torch.equal(two["sampled"], scores.sampled.logprob_T.view(torch.int32))
         assert two["loss"] == pytest.approx(result.metrics["loss"], rel=1e-3, abs=1e-5)
         assert two["grad_norm"] == pytest.approx(result.metrics["grad_norm"], rel=1e-3)
+    for rank in range(2):
+        said = torch.load(out / f"faults-{rank}.pt", weights_only=True)
+        assert (said["one.rejected"], said["one.steps"], said["one.finite"]) == (4, 1, True)
+        assert said["one.moved"] > 0
+        assert (said["all.rejected"], said["all.steps"], said["all.moved"]) == (12, 0, 0)
     resumed = build_learner(config, world)
     path = checkpoint.latest(out / "checkpoints")
     assert path is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,26 @@ def train(learner: Learner, archive: str, out: Path) -> None:
                 out / f"step-{step}.pt",
             )
     checkpoint.save(out / "checkpoints", learner, keep=1)
+    torch.save(faults(learner, archive), out / f"faults-{learner.world.rank}.pt")
+
+
+def faults(learner: Learner, archive: str) -> dict[str, int]:
+    """Nothing hangs and every rank decides alike where a rank has only rejected trajectories, or all have."""
+    said = {}
+    batch = build_batch(read_step(archive, 1), learner.config, step=1, vocab_size=VOCAB)
+    first = batch.mini_steps[0].micro_batches[0].tokens
+    for name, of in (("one", first), ("all", slice(None))):
+        rollout = batch.rollout_T.clone()
+        rollout[of] = torch.nan
+        broken = replace(batch, rollout_T=rollout)
+        before = [p.detach().to_local().clone() for p in learner.decoder.parameters()]  # type: ignore[attr-defined]
+        metrics = learner.train(broken, learner.score(broken)).metrics
+        after = [p.detach().to_local() for p in learner.decoder.parameters()]  # type: ignore[attr-defined]
+        said[f"{name}.rejected"] = metrics["rejected_trajectories"]
+        said[f"{name}.steps"] = metrics["optimizer_steps"]
+        said[f"{name}.moved"] = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        said[f"{name}.finite"] = all(bool(p.isfinite().all()) for p in after)
+    return said
 
 
 def main() -> None:

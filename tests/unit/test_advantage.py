@@ -87,6 +87,16 @@ def test_groups_do_not_see_each_other_and_order_does_not_matter(reward: list[flo
     torch.testing.assert_close(grpo([reward[i] for i in order]), alone[order], rtol=1e-9, atol=1e-9)
 
 
+@given(rewards)
+def test_leaving_one_out_is_centring_times_g_over_g_minus_one(reward: list[float]) -> None:
+    got, centred = (run(n, reward, [0] * len(reward), [1] * len(reward)) for n in ("rloo", "dr_grpo"))
+    torch.testing.assert_close(got, centred * len(reward) / (len(reward) - 1), rtol=1e-12, atol=1e-12)
+    others = torch.tensor([sum(reward) - r for r in reward], dtype=torch.float64) / (len(reward) - 1)
+    if len(set(reward)) > 1:
+        expected = torch.tensor(reward, dtype=torch.float64) - others
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_shapes_and_dtypes_are_checked() -> None:
     with pytest.raises(ValueError, match="one reward, group, token count and mask per trajectory"):
         run("grpo", [1.0, 0.0], [0], [1, 1])

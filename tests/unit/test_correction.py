@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.trainer.correction import k3, token_weights
+from services.trainer.filters import KINDS as KIND_FUNCTIONS
 from services.trainer.filters import Acceptance, accept
 from shared.wire.run import AlgorithmConfig
 
@@ -149,6 +150,19 @@ def test_weights_lie_in_zero_to_cap_and_a_cap_above_all_changes_nothing(values: 
     raw = token_weights(train, rollout, math.inf)
     assert torch.equal(token_weights(train, rollout, float(raw.max())), raw)
     assert not token_weights(train.requires_grad_(), rollout, cap).requires_grad
+
+
+@given(deltas)
+def test_a_cap_towards_zero_is_the_weight(values: list[float]) -> None:
+    """Below every ratio it leaves the uncorrected loss, times the cap."""
+    cap = 2.0**-10
+    assert token_weights(torch.tensor(values), torch.zeros(len(values)), cap).tolist() == [cap] * len(values)
+
+
+@given(deltas)
+def test_swapping_the_sides_keeps_k2(values: list[float]) -> None:
+    delta = torch.tensor(values)
+    assert torch.equal(KIND_FUNCTIONS["k2"](delta), KIND_FUNCTIONS["k2"](-delta))
 
 
 @given(st.lists(deltas, min_size=1, max_size=5), st.sampled_from(KINDS), st.floats(1, 3), st.floats(1, 3))
