@@ -123,9 +123,10 @@ class PagePool:
         A page whose last token is pending is cached by a later call, when its content is known.
         """
         seq.num_computed = num_computed
-        first, end = seq.num_shared_pages, min(num_computed, len(seq.token_ids)) // self.page_size
-        if first == end or not self._is_shared(seq):
+        first, page_size = seq.num_shared_pages, self.page_size
+        if num_computed < (first + 1) * page_size or not self._is_shared(seq):
             return
+        end = min(num_computed, len(seq.token_ids)) // page_size
         seq.num_shared_pages = end
         self._extend_keys(seq)
         for index in range(first, end):

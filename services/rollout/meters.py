@@ -23,19 +23,25 @@ class Meters:
                 names.PREEMPTIONS,
             )
         )
+        self._dropped = metric(names.DROPPED_ROWS).labels(replica=replica)
+        phases = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
+        self._seconds = [metric(names.ENGINE_SECONDS).labels(replica=replica, phase=phase) for phase in phases]
         self._running, self._waiting, self._usage = (
             metric(spec).labels(replica=replica)
             for spec in (names.RUNNING_SEQUENCES, names.WAITING_SEQUENCES, names.KV_USAGE)
         )
         self._step_seconds = metric(names.ENGINE_STEP_SECONDS).labels(replica=replica)
-        self._last = (0, 0, 0, 0, 0)
+        self._last: tuple[float, ...] = (0,) * (6 + len(phases))
 
     def observe(self, engine: Engine, step_seconds: float | None) -> None:
         """After every round of the loop; `step_seconds` is None where nothing was computed."""
-        c, s = engine.counters, engine.scheduler
-        now = (c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions)
-        counters = (self._sampled, self._continued, self._prefill, self._hits, self._preemptions)
-        for counter, value, last in zip(counters, now, self._last, strict=True):
+        c, s, t = engine.counters, engine.scheduler, engine.times
+        now = (
+            *(c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions),
+            *(c.dropped_rows, t.schedule_s, t.prepare_s, t.wait_s, t.read_s, t.device_s, t.sample_s, t.idle_s),
+        )
+        counters = (self._sampled, self._continued, self._prefill, self._hits, self._preemptions, self._dropped)
+        for counter, value, last in zip((*counters, *self._seconds), now, self._last, strict=True):
             if value != last:
                 counter.inc(value - last)
         self._last = now
@@ -46,10 +52,10 @@ class Meters:
             self._step_seconds.observe(step_seconds)
 
     def prepared(self, model: ServedModel, seconds: float) -> None:
-        metric(names.KERNELS).labels(role="rollout").info(model.numerics.ops.describe())
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)
 
-    def committed(self, model: ServedModel, result: CommitResult) -> None:
+    def committed(self, model: ServedModel, result: CommitResult, kernels: dict[str, str]) -> None:
+        metric(names.KERNELS).labels(role="rollout").info(kernels)
         metric(names.POLICY_STEP).labels(role="rollout", member=self._replica).set(model.version.step)
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="commit").observe(result.pause_s)
         metric(names.PARITY_MISMATCH).labels(replica=self._replica).inc(result.probe_differing)

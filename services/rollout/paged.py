@@ -21,7 +21,7 @@ from services.rollout.config import MOST_TOKENS, RolloutConfig
 from services.rollout.graphs import PROMPTS, SCRATCH_BYTES, Graphs, Shape, capturable, padded, padded_sizes
 from services.rollout.inputs import Batch
 from services.rollout.runner import Flight, ModelRunner
-from services.rollout.samples import Scoring, UnservableRun
+from services.rollout.samples import UnservableRun
 from services.rollout.weights import ServedModel, adopt
 from shared.kernels import SamplingParams
 from shared.kernels.cuda.attention import DECODE_ROWS, PREFILL_ROWS, CachedPlan, Launch
@@ -82,7 +82,7 @@ class PagedRunner(ModelRunner):
 
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
         shape = self._shape(batch)
-        has_scorings = any(isinstance(chunk.seq, Scoring) for chunk in batch.chunks)
+        has_scorings = not self.tables.is_sample[batch.slots_S].all()
         fitting = None if has_scorings or not self.config.cuda_graphs else self._captured(shape, batch)
         host = self._block.next_host((fitting or shape).tokens)
         fill(host, batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)

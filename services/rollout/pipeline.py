@@ -21,6 +21,7 @@ from services.rollout.kv_cache import PagePool
 from services.rollout.runner import Flight, ModelRunner
 from services.rollout.samples import Sample, SampleChunk, SampleFailed, Scoring, UnservableRun
 from services.rollout.scheduler import Chunk, Scheduler
+from services.rollout.sequence import SequenceState
 from services.rollout.times import StepTimes
 from services.rollout.weights import ServedModel
 from shared.kernels import InexactKernelError
@@ -39,6 +40,8 @@ class Counters:
     continued_tokens: int = 0
     prefill_tokens: int = 0
     """Computed without sampling behind them: prompts, and what preemption made us compute again."""
+    dropped_rows: int = 0
+    """Sampled behind the end of a sequence, which was not known yet when the step was launched."""
 
 
 @dataclass(slots=True)
@@ -142,8 +145,10 @@ class Pipeline:
             sample.num_pending += 1
         for chunk in chunks:
             self.scheduler.complete(chunk)
-            if chunk.is_last and isinstance(chunk.seq, Scoring):
-                self.scheduler.finish(chunk.seq)
+        if flight.scored is not None:
+            for seq, _, _, is_last in chunks:
+                if is_last and isinstance(seq, Scoring):
+                    self.scheduler.finish(seq)
         self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
         return flight
 
@@ -159,25 +164,30 @@ class Pipeline:
             drawn = flight.drawn.numpy()[:, : len(samples)]
             logprobs = drawn[1].view(np.float32)
             self._require_finite(samples, logprobs)
-            for sample, token, logprob, top1 in zip(
-                samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist(), strict=True
-            ):
-                sample.num_pending -= 1
-                if sample.state.is_open:
-                    self._extend(sample, token, logprob, top1)
+            self._extend(samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist())
         self.times.read_s += time.monotonic() - begin
 
-    def _extend(self, sample: Sample, token: int, logprob: float, top1: int) -> None:
-        sample.token_ids.append(token)
-        sample.logprobs.append(logprob)
-        sample.top1.append(top1)
-        self.counters.sampled_tokens += 1
-        self.counters.continued_tokens += sample.num_continued_tokens > 0
-        reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
-        if reason is not None:
-            self.end(sample, reason)
-        elif len(sample.logprobs) >= self.config.tokens_per_chunk:
-            self.flush(sample, None)
+    def _extend(self, samples: list[Sample], tokens: list[int], logprobs: list[float], top1s: list[int]) -> None:
+        """One token more for each sample; this runs for every token, so it is plain on purpose."""
+        most, num_continued, num_dropped = self.config.tokens_per_chunk, 0, 0
+        for sample, token, logprob, top1 in zip(samples, tokens, logprobs, top1s, strict=True):
+            sample.num_pending -= 1
+            if sample.state is SequenceState.FINISHED:
+                num_dropped += 1
+                continue
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob)
+            sample.top1.append(top1)
+            if sample.num_continued_tokens:
+                num_continued += 1
+            reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+            if reason is not None:
+                self.end(sample, reason)
+            elif len(sample.logprobs) >= most:
+                self.flush(sample, None)
+        self.counters.sampled_tokens += len(samples) - num_dropped
+        self.counters.continued_tokens += num_continued
+        self.counters.dropped_rows += num_dropped
 
     def _require_finite(self, samples: list[Sample], logprobs: np.ndarray) -> None:
         # A row behind the end of its sequence continues a sequence like any other: it is finite too.

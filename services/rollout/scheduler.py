@@ -60,18 +60,20 @@ class Scheduler:
         budget = self.max_step_tokens
         num_preemptions = self.num_preemptions
         position = 0
+        page_size, most = self.pages.page_size, self.max_chunk_tokens
         # Preemption takes from the end of the list, so it never meets a sequence that already has its chunk.
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            if seq.num_computed == seq.num_tokens or seq.num_tokens >= seq.limit:
+            position += 1
+            start, end = seq.num_computed, len(seq.token_ids) + seq.num_pending
+            if start == end or end >= seq.limit:
                 # Its end is in flight.
-                position += 1
                 continue
-            while seq.state is SequenceState.RUNNING and not self.pages.grow(seq):
-                self._preempt(self.running[-1])
-            if seq.state is SequenceState.RUNNING:
-                budget -= self._append_chunk(chunks, seq, budget)
-                position += 1
+            if end > len(seq.pages) * page_size and not self._grow(seq):
+                break
+            size = min(end - start, most, budget)
+            chunks.append(Chunk(seq, start, start + size, start + size == end))
+            budget -= size
         if self.waiting and budget > 0 and self.num_preemptions == num_preemptions:
             self._admit(chunks, budget)
         assert chunks or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
@@ -80,6 +82,15 @@ class Scheduler:
     def complete(self, chunk: Chunk) -> None:
         """The chunk's keys and values are in the cache, or will be before anything launched from now on reads it."""
         self.pages.advance(chunk.seq, chunk.end)
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Pages for every token of a running sequence, taken from the youngest if need be; False if that was itself."""
+        while not self.pages.grow(seq):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is seq:
+                return False
+        return True
 
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
@@ -119,14 +130,11 @@ class Scheduler:
             self.num_prefix_hit_tokens += seq.num_computed
             seq.state, seq.slot, seq.num_tabled_pages = SequenceState.RUNNING, self._slots.pop(), 0
             insort(self.running, seq, key=_arrival)
-            budget -= self._append_chunk(chunks, seq, budget)
+            start, end = seq.num_computed, len(seq.token_ids)
+            size = min(end - start, self.max_chunk_tokens, budget)
+            chunks.append(Chunk(seq, start, start + size, start + size == end))
+            budget -= size
         self.waiting = remaining
-
-    def _append_chunk(self, chunks: list[Chunk], seq: Sequence, budget: int) -> int:
-        start, end = seq.num_computed, seq.num_tokens
-        num_tokens = min(end - start, self.max_chunk_tokens, budget)
-        chunks.append(Chunk(seq, start, start + num_tokens, start + num_tokens == end))
-        return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)

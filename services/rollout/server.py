@@ -228,7 +228,7 @@ class RolloutService(RolloutEngineServicer):
         if model is not None:
             reply.manifest_digest = model.version.digest
             reply.lineage, reply.policy_step = model.version.lineage, model.version.step
-            reply.kernels.update(model.numerics.ops.describe())
+            reply.kernels.update(engine.describe())
             reply.fingerprint = model.numerics.fingerprint
             reply.max_model_len = model.run.config.max_model_len
         return reply
@@ -242,7 +242,7 @@ class RolloutService(RolloutEngineServicer):
     def _committed(self, result: CommitResult) -> None:
         model, doubt = self._model, self._engine.doubt
         self._link.manifest_digest = result.digest
-        self._meters.committed(model, result)
+        self._meters.committed(model, result, self._engine.describe())
         update = rpc.set_health(self._health, serving=not doubt, service=HEALTH_SERVICE)
         self._health_update = asyncio.create_task(update)
         write = log.error if doubt else log.info

@@ -56,6 +56,18 @@ CONTINUED_TOKENS = Metric(
     "timzero_continued_tokens_total", "counter", "Tokens sampled behind another replica's prefix", ("replica",)
 )
 ENGINE_STEP_SECONDS = Metric("timzero_engine_step_seconds", "histogram", "One engine step", ("replica",))
+ENGINE_SECONDS = Metric(
+    "timzero_engine_seconds_total",
+    "counter",
+    "Time of steps: schedule, prepare, wait and read on the host; forward, sample and idle (waiting for the host) on the device",
+    ("replica", "phase"),
+)
+DROPPED_ROWS = Metric(
+    "timzero_engine_dropped_rows_total",
+    "counter",
+    "Rows sampled behind the end of a sequence, which was not known when their step was launched",
+    ("replica",),
+)
 RUNNING_SEQUENCES = Metric("timzero_running_sequences", "gauge", "Sequences in the batch", ("replica",))
 WAITING_SEQUENCES = Metric("timzero_waiting_sequences", "gauge", "Sequences waiting for a place", ("replica",))
 KV_USAGE = Metric("timzero_kv_usage_ratio", "gauge", "Share of KV pages in use", ("replica",))
