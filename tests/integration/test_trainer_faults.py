@@ -142,7 +142,7 @@ def test_a_micro_batch_of_rejected_trajectories_is_a_zero_that_is_connected(rig:
     for sample in range(4):
         broken = with_logprob(broken, sample, math.nan)
     groups = [broken, *rig.groups[0][1:]]
-    assert len(rig.batch(learner, groups=groups).mini_steps[0].micro_batches) == 4
+    assert len(rig.batch(learner, groups=groups).mini_steps[0].micro_batches) == 16, "one for each trajectory"
     metrics, digest = trained(rig, learner, groups)
     assert (metrics["rejected_trajectories"], metrics["optimizer_steps"]) == (4, 1)
     other = with_rewards(broken, MIXED[::-1])

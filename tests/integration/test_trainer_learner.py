@@ -467,7 +467,8 @@ def test_two_ranks_agree_with_one_to_the_bit_in_the_forward(model: Path, world: 
         assert two["grad_norm"] == pytest.approx(result.metrics["grad_norm"], rel=1e-3)
     for rank in range(2):
         said = torch.load(out / f"faults-{rank}.pt", weights_only=True)
-        assert (said["one.rejected"], said["one.steps"], said["one.finite"]) == (4, 1, True)
+        assert (said["one.rejected"], said["one.steps"], said["one.finite"]) == (said["one.broken"], 1, True)
+        assert 0 < said["one.broken"] < 12
         assert said["one.moved"] > 0
         assert (said["all.rejected"], said["all.steps"], said["all.moved"]) == (12, 0, 0)
     resumed = build_learner(config, world)

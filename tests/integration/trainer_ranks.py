@@ -60,6 +60,7 @@ def faults(learner: Learner, archive: str) -> dict[str, int]:
         before = [p.detach().to_local().clone() for p in learner.decoder.parameters()]  # type: ignore[attr-defined]
         metrics = learner.train(broken, learner.score(broken)).metrics
         after = [p.detach().to_local() for p in learner.decoder.parameters()]  # type: ignore[attr-defined]
+        said[f"{name}.broken"] = len(batch.sequence_T[of].unique())
         said[f"{name}.rejected"] = metrics["rejected_trajectories"]
         said[f"{name}.steps"] = metrics["optimizer_steps"]
         said[f"{name}.moved"] = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
