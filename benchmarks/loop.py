@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness import Record, Recorder, machine, report
 from benchmarks.timeline import Scraper, Series, Span, split, windows
 from shared.wire.ports import HeldPort
@@ -35,7 +37,8 @@ from timzero.train import Driver
 CONFIG = Path(__file__).with_name("loop.toml")
 BUSY = "timzero_engine_step_seconds_sum"
 """The replica's seconds inside its step."""
-DEVICE, IDLE = "timzero_engine_device_seconds_total", "timzero_engine_idle_seconds_total"
+DEVICE = ("timzero_engine_seconds_total:forward", "timzero_engine_seconds_total:sample")
+IDLE = "timzero_engine_seconds_total:idle"
 """The replica's GPU seconds, and those in which its GPU waited for the host although there was work."""
 MAX_NEITHER, MAX_IDLE = 0.20, 0.05
 """Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
@@ -115,7 +118,7 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
     share = [neither(parts) / n for (_, _, parts), n in zip(found, lengths, strict=True)]
     at_most = {"baseline": f"at most {MAX_NEITHER}", "ratio": MAX_NEITHER / max(statistics.median(share), 1e-9)}
     yield record("neither_share", share, "of a step", **at_most)
-    if series.has(DEVICE) and series.increase(DEVICE, span_of(series)) > 0:
+    if torch.cuda.is_available() and series.has(IDLE):
         idle = [waiting(series, window) for window, _, _ in found]
         at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(idle), 1e-9)}
         yield record("gpu_waits_share", idle, "of generation", **at_most)
@@ -125,13 +128,9 @@ def neither(parts: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in parts.items() if name not in ("overlapped", "training", "generation"))
 
 
-def span_of(series: Series) -> Span:
-    return series.times[0], series.times[-1]
-
-
 def waiting(series: Series, window: Span) -> float:
     """Share of the GPU's time in generation that it waited for the host."""
-    device, idle = series.increase(DEVICE, window), series.increase(IDLE, window)
+    device, idle = sum(series.increase(name, window) for name in DEVICE), series.increase(IDLE, window)
     return idle / max(device + idle, 1e-9)
 
 

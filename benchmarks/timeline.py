@@ -75,11 +75,13 @@ class Scraper:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Every sample of a page by name, summed over its labels."""
+    """Every sample of a page by name, summed over its labels; those with a phase also as `name:phase`."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            names = [sample.name, *(f"{sample.name}:{phase}" for phase in [sample.labels.get("phase")] if phase)]
+            for name in names:
+                totals[name] = totals.get(name, 0.0) + sample.value
     return totals
 
 

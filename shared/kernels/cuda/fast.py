@@ -70,6 +70,7 @@ class FastCudaOps(CudaOps):
     """Same interface, nothing promised."""
 
     keeps_table = False
+    serial_chunk = LONGEST_CHUNK
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, LibraryProducts())
@@ -85,8 +86,9 @@ class FastCudaOps(CudaOps):
     def choose_chunk(self, num_programs: int, longest: int) -> int:
         """A power of two that cuts the longest context into as many pieces as the device has room for."""
         pieces = max(1, WAVES * _num_multiprocessors(self.device) // max(num_programs, 1))
-        chunk = triton.next_power_of_2(triton.cdiv(longest, pieces))
-        return LONGEST_CHUNK if pieces == 1 else max(chunk, SHORTEST_CHUNK)
+        if pieces == 1 or longest <= SHORTEST_CHUNK:
+            return LONGEST_CHUNK
+        return max(triton.next_power_of_2(triton.cdiv(longest, pieces)), SHORTEST_CHUNK)
 
     def describe(self) -> dict[str, str]:
         """The implementation that each operation runs."""

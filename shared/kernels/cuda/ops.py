@@ -12,6 +12,7 @@ from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.certify import Table, use_cublaslt_without_split_k
 from shared.kernels.cuda import identity
 from shared.kernels.cuda.attention import anchored, attention
+from shared.kernels.cuda.attention_math import CHUNK
 from shared.kernels.cuda.embedding import Embedding
 from shared.kernels.cuda.head import LmLogprob
 from shared.kernels.cuda.linear import Linear
@@ -32,6 +33,8 @@ class CudaOps(Ops):
 
     keeps_table = True
     has_paged_kernels = True
+    serial_chunk = CHUNK
+    """Keys of a chunk where one program walks a whole context."""
 
     def __init__(self, device: torch.device, table: Table | LibraryProducts | None = None) -> None:
         """Args: table, the certified products; None opens this device's."""

@@ -1,0 +1,28 @@
+"""`pytest -m gpu`: the row contract of the whole engine on the device, in small; a million tokens are `benchmarks.contract`'s."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.contract import PLANS, problems
+from benchmarks.engine_cases.arms import Arms, Plan
+from benchmarks.engine_cases.drive import Weights
+
+pytestmark = pytest.mark.gpu
+
+
+def small(plan: Plan) -> Plan:
+    """Four layers, short answers and few rows: every arm, in seconds."""
+    return replace(
+        plan, model=replace(plan.model, num_layers=4), num_requests=45, new_tokens=48, batch_sizes=(1, 2, 8, 32, 44),
+        least_requests=6, prompt_tokens=(1, 150),
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", list(PLANS))
+def test_no_company_changes_a_bit_and_the_library_does(name: str) -> None:
+    plan = small(PLANS[name])
+    arms = Arms(plan, Weights(plan.model, plan.device, plan.dtype))
+    found, controls = list(arms.run()), list(arms.controls())
+    assert problems({name: found}, {name: controls}, is_proof=False) == []
