@@ -134,10 +134,14 @@ class Engine:
         """`abort` by trajectory id."""
         return self.abort([s for s in self._open_samples() if s.trajectory_id in trajectory_ids])
 
-    def swap(self, model: ServedModel) -> CommitResult:
+    def swap(self, model: ServedModel, *, keeps_kv: bool = False) -> CommitResult:
         """Between two steps: serve another version, compute running sequences again under it, prove it by the probe.
 
         Idempotent on the digest; then only the proof is repeated.
+
+        Args:
+            keeps_kv: let running sequences go on behind keys and values of the old version; what they sample from now on comes
+                from no version that exists, and is stamped so.
         """
         begin = time.monotonic()
         self._pipeline.drain()
@@ -149,7 +153,7 @@ class Engine:
         if current is None or current.run != model.run or current.version.digest != model.version.digest:
             # A score has one version; samples have spans.
             self._fail([s for s in self._open() if isinstance(s, Scoring)], f"the replica took {model.version}")
-            self.scheduler.restart(model.version.digest)
+            (self.scheduler.keep if keeps_kv else self.scheduler.restart)(model.version.digest)
         if current is None or current.run != model.run:
             self._pipeline.build(model)
         assert self._pipeline.runner is not None
@@ -207,12 +211,15 @@ class Engine:
             for ids in model.manifest.probe_token_ids
             if len(ids) > 4
         ]
+        self.scheduler.make_room(max((p.num_tokens for p in probes), default=0))
         held, self.scheduler.waiting = self.scheduler.waiting, []
+        running, self.scheduler.running = self.scheduler.running, []
         for probe in probes:
             probe.arrival = -1
             self.scheduler.add(probe)
         while not all(p.done.done() for p in probes):
             self.step()
+        self.scheduler.running = running
         for seq in held:
             self.scheduler.add(seq)
         expected = b"".join(model.manifest.probe_logprobs)

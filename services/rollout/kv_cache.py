@@ -56,13 +56,14 @@ class PagePool:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def reset(self, manifest_digest: str) -> None:
-        """Begins the chain of another version: every cached page is forgotten. No sequence may hold a page."""
-        assert self.num_free == self.num_pages, "pages are held across a weight swap"
+    def reset(self, manifest_digest: str, *, keeps_kv: bool = False) -> None:
+        """Begins the chain of another version: every cached page is forgotten. No sequence may hold a page, unless it is kept."""
+        assert keeps_kv or self.num_free == self.num_pages, "pages are held across a weight swap"
         self._root = manifest_digest.encode()
         self._page_of.clear()
         self._key_of.clear()
         self._content_of.clear()
+        self._claims.clear()
 
     def lookup(self, seq: Sequence) -> list[int]:
         """The longest run of cached pages that begins `seq`; the last token is always left to compute."""
@@ -152,7 +153,7 @@ class PagePool:
         seq.num_computed = seq.num_shared_pages = 0
 
     def _is_shared(self, seq: Sequence) -> bool:
-        return self.shares_prefixes and seq.shares_pages
+        return self.shares_prefixes and seq.shares_pages and not seq.is_mixed
 
     def _take(self) -> int:
         page, _ = self._free.popitem(last=False)

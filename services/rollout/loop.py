@@ -39,7 +39,9 @@ class Commit:
 
     model: ServedModel
     is_drain: bool
-    """Wait until nothing is open; otherwise what runs is computed again under the new weights."""
+    """Wait until nothing is open; otherwise what runs is computed again under the new weights,"""
+    keeps_kv: bool
+    """or goes on behind what the old ones computed."""
     done: Future[CommitResult]
 
     def is_due(self, engine: Engine) -> bool:
@@ -92,7 +94,7 @@ class EngineLoop:
                 self._wake.notify()
         return future
 
-    def commit(self, model: ServedModel, *, is_drain: bool) -> Future[CommitResult]:
+    def commit(self, model: ServedModel, *, is_drain: bool, keeps_kv: bool = False) -> Future[CommitResult]:
         """Swaps between two steps, or once nothing is open; a caller that no longer waits cancels the future."""
         done: Future[CommitResult] = Future()
 
@@ -100,7 +102,7 @@ class EngineLoop:
             if done.cancelled():
                 return
             self._give_up(GivenUp("another Commit came first"))
-            self._commit = Commit(model, is_drain, done)
+            self._commit = Commit(model, is_drain, keeps_kv, done)
             self.engine.is_leaving = True
 
         def hand_on(begun: Future[None]) -> None:
@@ -146,7 +148,7 @@ class EngineLoop:
     def _swap(self, commit: Commit) -> None:
         self._commit = None
         self.engine.is_leaving = False
-        self._execute(commit.done, lambda: self.engine.swap(commit.model))
+        self._execute(commit.done, lambda: self.engine.swap(commit.model, keeps_kv=commit.keeps_kv))
 
     def _give_up(self, reason: Refused) -> None:
         commit, self._commit = self._commit, None

@@ -25,7 +25,7 @@ from services.rollout.sequence import SequenceState
 from services.rollout.times import StepTimes
 from services.rollout.weights import ServedModel
 from shared.kernels import InexactKernelError
-from shared.wire.types import FinishReason
+from shared.wire.types import FinishReason, Kv
 
 
 class EngineFault(RuntimeError):
@@ -128,6 +128,7 @@ class Pipeline:
                 logprobs=sample.logprobs,
                 top1=sample.top1,
                 version=self.runner.model.version,
+                kv=Kv.MIXED if sample.is_mixed else Kv.FRESH,
                 finish_reason=reason,
             )
         )

@@ -12,7 +12,7 @@ from services.rollout.samples import GroupRequest, InvalidRequest, OtherVersion,
 from services.rollout.stopping import REPLACEMENT, Decode, StopRule
 from services.rollout.weights import ServedModel
 from shared.wire.pb import rollout_pb2 as pb
-from shared.wire.types import Kv, SamplingParams, float32_bytes, int32_array, int32_bytes
+from shared.wire.types import SamplingParams, float32_bytes, int32_array, int32_bytes
 
 
 def sampling_of(message: pb.GenerateRequest) -> SamplingParams:
@@ -134,8 +134,7 @@ def chunk_message(chunk: SampleChunk, fingerprint: str) -> pb.GenerateChunk:
         lineage=chunk.version.lineage,
         policy_step=chunk.version.step,
         manifest_digest=chunk.version.digest,
-        # A swap computes every running prefix again, so no cache here ever mixes versions.
-        kv=Kv.FRESH,
+        kv=chunk.kv,
         finish_reason=chunk.finish_reason or "",
         fingerprint=fingerprint,
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from services.rollout.sequence import Sequence
 from services.rollout.stopping import StopRule
-from shared.wire.types import FinishReason, SamplingParams
+from shared.wire.types import FinishReason, Kv, SamplingParams
 
 
 class Refused(Exception):
@@ -128,6 +128,8 @@ class SampleChunk:
     logprobs: list[float]
     top1: list[int]
     version: Version
+    kv: Kv
+    """Whether every one was sampled behind keys and values of this version alone."""
     finish_reason: FinishReason | None
 
 

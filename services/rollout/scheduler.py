@@ -106,7 +106,21 @@ class Scheduler:
             self._preempt(self.running[-1])
         self.pages.reset(manifest_digest)
         for seq in self.waiting:
+            seq.page_keys, seq.is_mixed = [], False
+
+    def keep(self, manifest_digest: str) -> None:
+        """Weights change: running sequences go on behind what the old ones computed, for life; cached pages are forgotten."""
+        self.pages.reset(manifest_digest, keeps_kv=True)
+        for seq in (*self.running, *self.waiting):
             seq.page_keys = []
+        for seq in self.running:
+            seq.is_mixed = True
+
+    def make_room(self, num_tokens: int) -> None:
+        """Preempts the youngest until a sequence of so many tokens could run beside the others."""
+        num_pages = self.pages.num_pages_for(num_tokens)
+        while self.running and not (self._slots and self.pages.num_free >= num_pages):
+            self._preempt(self.running[-1])
 
     @property
     def _is_any_pending(self) -> bool:

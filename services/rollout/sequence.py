@@ -46,6 +46,8 @@ class Sequence:
     """Row of the engine's input tables while running."""
     num_shared_pages: int = 0
     """Leading pages whose full content was offered to others."""
+    is_mixed: bool = False
+    """Whether keys and values of an older version may be among those in its pages; such pages are shared with nobody."""
     num_tabled_pages: int = 0
     """Pages already in the engine's page table; the scheduler sets it back whenever `pages` starts anew."""
 

@@ -78,13 +78,13 @@ class Staging:
         """Serves the staged version; once more proves the one that is served, if that is asked for.
 
         Args:
-            mode: reprefill (or empty) | drain.
+            mode: reprefill (or empty) | drain | keep.
             on_commit: called at the swap, whether or not somebody still waits for the answer.
 
         Raises: InvalidRequest, OtherVersion when the version is not staged, GivenUp.
         """
-        if mode not in ("", "reprefill", "drain"):
-            raise InvalidRequest(f"mode must be 'reprefill' or 'drain', got {mode!r}")
+        if mode not in ("", "reprefill", "drain", "keep"):
+            raise InvalidRequest(f"mode must be 'reprefill', 'drain' or 'keep', got {mode!r}")
         held = self._loop.engine.model
         model = next((m for m in (self.staged, held) if m is not None and m.version.digest == digest), None)
         if model is None:
@@ -102,7 +102,7 @@ class Staging:
             if not done.cancelled() and not done.exception():
                 event_loop.call_soon_threadsafe(committed, done.result())
 
-        commit = self._loop.commit(model, is_drain=mode == "drain")
+        commit = self._loop.commit(model, is_drain=mode == "drain", keeps_kv=mode == "keep")
         commit.add_done_callback(swapped)
         return await asyncio.wrap_future(commit)
 

@@ -34,8 +34,10 @@ class WeightSyncConfig:
     """Failed calls, for one version, that eject a replica."""
     retry_s: float = 15.0
     """A replica ejected for failed calls is tried again after this long. Wrong bits are never retried."""
-    commit_mode: Literal["reprefill", "drain"] = "reprefill"
-    """What a replica does with sequences that run when it swaps; under fixed lag there are none."""
+    commit_mode: Literal["reprefill", "drain", "keep"] = "reprefill"
+    """What a replica does with sequences that run when it swaps (under fixed lag there are none): compute their prefixes again
+    under the new weights, let them end first, or go on behind the old ones' keys and values; what is sampled then comes from no
+    version that exists, is marked kv = mixed and is never compared."""
     shutdown_s: float = 5.0
     """After SIGTERM: time for publishes and fetches under way."""
     log_level: str = "info"

@@ -215,3 +215,36 @@ def test_another_run_takes_over_with_its_own_tokenizer_and_ends_what_ran(version
     assert stop in so_far
     assert stop not in so_far[: -len(f"w{ended['tokens'][-1]} ")]
     assert so_far in text
+
+
+def test_keep_goes_on_behind_the_old_keys_and_says_so(version0):
+    peer, _, stub, digest = version0
+    manifest = manifest_of(seed=1, step=1)
+    peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
+    stream = stub.Generate(request_of(digest, PROMPT, samples=4, max_tokens=140), timeout=DEADLINE_S)
+    chunks = [next(stream)]
+    stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
+    commit = stub.CommitWeights(
+        pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="keep"), timeout=DEADLINE_S
+    )
+    assert (commit.probe_tokens, commit.probe_differing) == (52, 0)
+    chunks += stream
+    assert {(c.policy_step, c.kv) for c in chunks if c.token_ids} == {(0, "fresh"), (1, "mixed")}
+    num_preempted = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).num_preemptions
+    for chunk in chunks:
+        chunk.kv = "fresh"
+    num_equal = {0: 0, 1: 0}
+    for t in (got := collect(chunks)).values():
+        assert t["finish"] == "length"
+        for step in (0, 1):
+            scored = trainer_logprobs(trainer_decoder("float32", step), [PROMPT + t["tokens"]])[0][-140:]
+            mask = np.array(t["steps"]) == step
+            equal = scored[mask].view("<u4") == np.frombuffer(t["logprobs"], "<u4")[mask]
+            assert step == 1 or equal.all()
+            num_equal[step] += int(equal.sum())
+    assert num_equal[1] < sum(t["steps"].count(1) for t in got.values()), "no version samples behind another one's keys"
+    fresh = collect(stub.Generate(request_of(manifest.version.digest, PROMPT, samples=2), timeout=DEADLINE_S))
+    for t in fresh.values():
+        scored = trainer_logprobs(trainer_decoder("float32", 1), [PROMPT + t["tokens"]])[0][-8:]
+        assert scored.tobytes() == t["logprobs"], "nothing of the old version is found in the prefix cache"
+    assert num_preempted == stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).num_preemptions
