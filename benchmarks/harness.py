@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -41,6 +41,22 @@ class Record:
     machine: str = field(default_factory=lambda: machine())
     versions: dict[str, str] = field(default_factory=lambda: versions())
     commit: str = field(default_factory=lambda: commit())
+
+
+def gradient_errors(
+    case: str,
+    gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    params: Mapping[str, Any] | None = None,
+) -> Iterator[Record]:
+    """The error of each of our gradients against float64, over that of plain PyTorch in bfloat16: at most 1.
+
+    Args:
+        gradients: name -> (float64's, plain bfloat16's, ours), each in float64.
+    """
+    for name, (exact, plain, ours) in gradients.items():
+        ratio = float((ours - exact).norm() / (plain - exact).norm())
+        found = {**(params or {}), "gradient": name}
+        yield Record("kernels", case, found, "exact", "gradient_error_ratio", ratio, "", "torch bf16")
 
 
 def machine() -> str:

@@ -121,11 +121,11 @@ class LocalStack:
             process.wait_ready()
         return self
 
-    def add_replica(self) -> Process:
-        """Starts one more rollout process and returns when it serves."""
+    def add_replica(self, **keys: Any) -> Process:
+        """Starts one more rollout process and returns when it serves. `keys` are of its configuration alone."""
         taken = {p.name for p in self}
         name = next(f"rollout-{i}" for i in range(len(taken) + 1) if f"rollout-{i}" not in taken)
-        process = self._add(self._rollout_spec(name))
+        process = self._add(self._rollout_spec(name, keys))
         process.start()
         process.wait_ready()
         return process
@@ -166,8 +166,17 @@ class LocalStack:
             if self._announce_to is not None:
                 self._announce_to(line)
 
-    def _service(self, service: str, name: str, port: int, keys: Mapping[str, Any], **spec: Any) -> Spec:
-        words = [f"{key}={_word(value)}" for key, value in {**keys, **(self._overrides[service] or {})}.items()]
+    def _service(
+        self,
+        service: str,
+        name: str,
+        port: int,
+        keys: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+        **spec: Any,
+    ) -> Spec:
+        keys = {**keys, **(self._overrides[service] or {}), **(own or {})}
+        words = [f"{key}={_word(value)}" for key, value in keys.items()]
         prefix = spec.pop("prefix", [sys.executable])
         return Spec(
             name=name,
@@ -199,10 +208,10 @@ class LocalStack:
                        sys.executable, "-m", "timzero.child", "0", sys.executable]  # fmt: skip
         return self._service("trainer", "trainer", port, keys, is_ready=_answers_health(port), prefix=prefix)
 
-    def _rollout_spec(self, name: str) -> Spec:
+    def _rollout_spec(self, name: str, own: Mapping[str, Any] | None = None) -> Spec:
         port = self._pick_port()
         keys = {"replica": name, "port": port, "weight_sync": self.weight_sync_address, "threads": self._threads}
-        return self._service("rollout", name, port, keys, is_ready=_answers_health(port))
+        return self._service("rollout", name, port, keys, own, is_ready=_answers_health(port))
 
     def _gateway_spec(self) -> Spec:
         keys = {"port": self.gateway_port, "valkey": self.valkey_url, "weight_sync": self.weight_sync_address}

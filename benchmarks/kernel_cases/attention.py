@@ -11,7 +11,7 @@ import torch
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Record, Timing, cuda_time, graph_time
+from benchmarks.harness import Record, Timing, cuda_time, gradient_errors, graph_time
 from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.cuda.attention import attention
 from shared.kernels.cuda.attention_cached import CachedRows, allocate_partials, attend_cached
@@ -130,7 +130,6 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
 
 
 def gradient_checks() -> Iterator[Record]:
-    """Our gradient's error against float64, over that of plain PyTorch in bf16: at most 1."""
     for heads, kv_heads, dim, tokens in ((16, 8, 128, 700), (9, 3, 64, 333)):
         torch.manual_seed(tokens)
         base = [normal(tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
@@ -146,12 +145,9 @@ def gradient_checks() -> Iterator[Record]:
         plain = gradients(lambda *x: dense(*x, scale), torch.bfloat16)
         packing = pack([tokens], heads // kv_heads, DEVICE)
         ours = gradients(lambda *x: PackedAttention.apply(*x, packing, scale, 0, 0.0), torch.bfloat16)
-        for name, e, p, o in zip(("dq", "dk", "dv"), exact, plain, ours, strict=True):
-            ratio = float((o - e).norm() / (p - e).norm())
-            params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens, "gradient": name}
-            yield Record(
-                "kernels", "attention_gradient", params, "exact", "gradient_error_ratio", ratio, "", "torch bf16"
-            )
+        found = dict(zip(("dq", "dk", "dv"), zip(exact, plain, ours, strict=True), strict=True))
+        params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens}
+        yield from gradient_errors("attention_gradient", found, params)
 
 
 def decode_time(limits: dict[str, float]) -> Iterator[Record]:

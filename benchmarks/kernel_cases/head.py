@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness import Record, cuda_time
+from benchmarks.harness import Record, cuda_time, gradient_errors
 from benchmarks.kernel_cases.gemm import table
 from shared.kernels.cuda.head import ROWS, Draw, LmLogprob, accumulate, read_head
 
@@ -51,26 +51,10 @@ def check() -> list[Record]:
         out.sum().backward()
         return [x.grad.double() for x in leaves]  # type: ignore[union-attr]
 
-    exact, plain, ours = (
-        gradients(torch.float64, False),
-        gradients(torch.bfloat16, False),
-        gradients(torch.bfloat16, True),
+    found = zip(
+        gradients(torch.float64, False), gradients(torch.bfloat16, False), gradients(torch.bfloat16, True), strict=True
     )
-    for name, e, p, o in zip(("hidden", "weight"), exact, plain, ours, strict=True):
-        ratio = float((o - e).norm() / (p - e).norm())
-        records.append(
-            Record(
-                "kernels",
-                "logprob_gradient",
-                {"gradient": name},
-                "exact",
-                "gradient_error_ratio",
-                ratio,
-                "",
-                "torch bf16",
-            )
-        )
-    return records
+    return [*records, *gradient_errors("logprob_gradient", dict(zip(("hidden", "weight"), found, strict=True)))]
 
 
 def time(limits: dict[str, float]) -> list[Record]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness import Record, cuda_time
+from benchmarks.harness import Record, cuda_time, gradient_errors
 from shared.kernels.cuda.rowwise import Rope, SiluMul, rms_norm
 
 COUNTS = (1, 2, 3, 7, 44, 45, 255, 256, 257, 777)
@@ -43,26 +43,10 @@ def check() -> list[Record]:
         y.backward(grad.to(dtype))
         return [leaf.grad.double() for leaf in leaves]  # type: ignore[union-attr]
 
-    exact, plain_, ours_ = (
-        gradients(torch.float64, False),
-        gradients(torch.bfloat16, False),
-        gradients(torch.bfloat16, True),
+    found = zip(
+        gradients(torch.float64, False), gradients(torch.bfloat16, False), gradients(torch.bfloat16, True), strict=True
     )
-    for name, e, p, o in zip(("x", "weight"), exact, plain_, ours_, strict=True):
-        ratio = float((o - e).norm() / (p - e).norm())
-        records.append(
-            Record(
-                "kernels",
-                "rms_norm_gradient",
-                {"gradient": name},
-                "exact",
-                "gradient_error_ratio",
-                ratio,
-                "",
-                "torch bf16",
-            )
-        )
-    return records
+    return [*records, *gradient_errors("rms_norm_gradient", dict(zip(("x", "weight"), found, strict=True)))]
 
 
 def time(limits: dict[str, float]) -> list[Record]:

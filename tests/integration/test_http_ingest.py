@@ -19,6 +19,7 @@ from shared.wire.queue import TrainQueue
 from shared.wire.tensors import RawTensor, build_manifest
 from shared.wire.types import Kv, SpanKind
 from shared.wire.weights import Publisher
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, publish
 from timzero.client import ApiError, Client
 from timzero.submit import read_items, submit
@@ -92,7 +93,7 @@ def test_ingested_group_goes_the_way_of_a_generated_one(
         assert gateway.call(gateway.lifecycle.close_group(run, number))[0] is Closed.QUEUED
     queue = TrainQueue.connect(gateway.config.valkey)
     epoch = queue.take_over(run, next_step=0)
-    groups = queue.lease(run, 0, epoch=epoch, deadline_s=10)
+    groups = queue.lease(run, 0, epoch=epoch, deadline_s=DEADLINE_S)
     assert groups is not None
     ingested, generated = groups
     assert [[t.sampler for t in g.trajectories] for g in groups] == [["vllm-0.11"] * 2, [""] * 2]
@@ -116,7 +117,7 @@ def test_events_of_an_ingested_group(client: Client, run: str, digest: str) -> N
     client.post_trajectories(run, [group(samples=[sample(rewards={"default": 1.0}), sample()])])
     client.stop(run)
     seen = []
-    for event in client.stream_events(run, deadline_s=20):
+    for event in client.stream_events(run, deadline_s=DEADLINE_S):
         seen.append((event.type, event.trajectory_id))
         if event.type == "run.stopped" or len(seen) > 20:
             break
@@ -291,7 +292,7 @@ def publish_fork(address: str, config: dict[str, Any]) -> str:
         run_config_json=json.dumps(config), fingerprint="f", probe_token_ids=[], probe_logprobs=[],
     )  # fmt: skip
     with Publisher(address) as publisher:
-        return publisher.publish(manifest, {"w": tensor}, epoch=2, deadline_s=20).digest
+        return publisher.publish(manifest, {"w": tensor}, epoch=2, deadline_s=DEADLINE_S).digest
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -59,6 +59,13 @@ def undisturbed(job, tmp_path_factory):
     return outcome, stack, pids
 
 
+@pytest.fixture(scope="module")
+def again(undisturbed):
+    """A stack in the directory of the undisturbed one."""
+    with LocalStack(undisturbed[1].run_dir) as stack:
+        yield stack
+
+
 def test_a_run_completes_and_every_count_and_bit_agrees(undisturbed, job):
     outcome, _, _ = undisturbed
     assert outcome.problems == []
@@ -99,48 +106,50 @@ def test_killing_every_service_in_turn_changes_no_bit(undisturbed, job, tmp_path
         assert any(line.startswith(f"{name} was killed by SIGKILL; restarting") for line in stack.announcements)
 
 
-def test_a_killed_driver_is_started_again_and_goes_on(undisturbed, job, tmp_path):
-    command = [sys.executable, "-m", "timzero.cli", "train", str(CONFIG), "--runs-dir", str(tmp_path / "runs")]
+def test_a_stack_goes_on_in_its_directory_and_a_finished_run_is_joined(undisturbed, again, job, tmp_path):
+    display = Recorder()
+    assert train_there(job, again.base_url, None, tmp_path / "report.html", display) == 0
+    assert f"weights digest: {undisturbed[0].digest}" in display.notes
+    assert any("joined run sort: completed" in note for note in display.notes)
+
+
+def test_a_killed_driver_is_started_again_and_goes_on(undisturbed, again, job, tmp_path):
+    command = [sys.executable, "-m", "timzero.cli", "train", str(CONFIG), "--runs-dir", str(tmp_path / "runs"),
+               "--run", "killed", "--url", again.base_url]  # fmt: skip
     for word in [*SMALL, f"run.model={job.run.model}"]:
         command += ["--set", word]
-    with LocalStack(tmp_path / "stack") as stack:
-        command += ["--url", stack.base_url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-            for line in driver.stdout:
-                if "step 2/6" in line:
-                    driver.kill()
-                    break
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        for line in driver.stdout:
+            if "step 2/6" in line:
+                driver.kill()
+                break
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-5:]
     assert last[0].startswith("evaluation accuracy: ")
     assert last[1] == f"tokens compared: {sum(s.tokens for s in undisturbed[0].steps)}, differing bits: 0"
     assert last[2] == "accepted 96 = trained 96 + dropped 0 + live 0"
     assert last[3] == f"weights digest: {undisturbed[0].digest}"
-    assert last[4] == f"report: {tmp_path / 'runs' / 'sort' / 'report.html'}"
-    assert (tmp_path / "runs" / "sort" / "report.html").stat().st_size > 50_000
+    assert last[4] == f"report: {tmp_path / 'runs' / 'killed' / 'report.html'}"
+    assert (tmp_path / "runs" / "killed" / "report.html").stat().st_size > 50_000
 
 
-def test_a_stack_goes_on_in_its_directory_and_a_finished_run_is_joined(undisturbed, job, tmp_path):
-    outcome, earlier, _ = undisturbed
-    display = Recorder()
-    with LocalStack(earlier.run_dir) as stack:
-        code = train_there(job, stack.base_url, None, tmp_path / "report.html", display)
-    assert code == 0
-    assert f"weights digest: {outcome.digest}" in display.notes
-    assert any("joined run sort: completed" in note for note in display.notes)
+def test_a_replica_that_may_not_serve_is_given_up_and_said_to_be(again, job):
+    def add_one_that_is_too_small():
+        refused = again.add_replica(kv_cache_tokens=16)
+        # It was up before it was refused, or else is given up already.
+        refused.wait_restarted(refused.generation, DEADLINE_S)
 
-
-def test_a_replica_that_may_not_serve_is_given_up_and_said_to_be(tmp_path, job):
-    too_small = {"kv_cache_tokens": 16}
-    with LocalStack(tmp_path, rollout=too_small) as stack, Client(stack.base_url) as client:
-        with pytest.raises(SupervisionError, match=r"rollout-0 was given up(.|\n)*max_model_len"):
-            Driver(client, job, Recorder(), check=stack.check).drive()
-        assert any(f"exit code {EXIT_REFUSED}; given up" in line for line in stack.announcements)
+    with pytest.raises(SupervisionError, match="max_model_len"):
+        add_one_that_is_too_small()
+    assert any(f"exit code {EXIT_REFUSED}; given up" in line for line in again.announcements)
+    driver = Driver(Client(again.base_url), job.with_run(run="refused"), Recorder(), check=again.check)
+    with pytest.raises(SupervisionError, match=r"rollout-1 was given up(.|\n)*max_model_len"):
+        driver.drive()
 
 
 def test_a_wrong_key_stops_the_start_with_its_name(tmp_path):
-    with pytest.raises(SupervisionError, match="kv_cache_token"), LocalStack(tmp_path, rollout={"kv_cache_token": 5}):
+    with pytest.raises(SupervisionError, match="leese_s"), LocalStack(tmp_path, weight_sync={"leese_s": 5}):
         pass
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from shared.config import unstructure
 from shared.kernels import build_ops
 from shared.models import load_model, save_sharded
 from shared.wire.archive import read_step, write_step
+from shared.wire.ports import HeldPort
 from shared.wire.run import OptimizerConfig
 from tests.integration.trainer_testing import (
     VOCAB,
@@ -182,14 +182,12 @@ def test_one_rank_goes_on_at_two_and_two_at_one(model: Path, world: World, tmp_p
         write_step(archive, step, batch_of(engines[config.version_for(min(step, 2))], config, step).groups)
     checkpoint.save(tmp_path / "one", learner, keep=1)
     (tmp_path / "config.json").write_text(json.dumps(unstructure(config)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = HeldPort()
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(held.port),
         "WORLD_SIZE": "2",
     }
     command = [sys.executable, "-m", "tests.integration.trainer_resumed", str(tmp_path), archive]

@@ -22,6 +22,7 @@ import yaml
 from shared.config import load
 from shared.metrics import names
 from shared.metrics.names import Metric
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy/compose/compose.yaml"
@@ -93,7 +94,7 @@ def test_every_service_accepts_what_compose_gives_it(name: str) -> None:
 
 def test_compose_follows_the_schema_of_the_compose_specification() -> None:
     words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -125,7 +126,9 @@ def test_every_variable_of_compose_is_in_the_example_and_no_secret_is() -> None:
     used = set(re.findall(r"(?<!\$)\$\{(\w+)", COMPOSE.read_text()))
     assert used == set(example) - {"COMPOSE_PROFILES"}
     assert example["GATEWAY_KEY"] == ""
-    tracked = subprocess.run(["git", "ls-files", "deploy"], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "deploy"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    ).stdout
     assert "deploy/compose/.env.example" in tracked
     assert "deploy/compose/.env\n" not in tracked
 
@@ -161,7 +164,7 @@ def test_the_files_of_an_image_are_enough_to_start_its_service(service: str, tmp
     copied_files(service, tmp_path)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": "", "HOME": str(tmp_path)}
     words = [sys.executable, "-m", f"services.{service}", "--help"]  # -m looks into the working directory first
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert f"python -m services.{service}" in done.stdout
 
@@ -172,7 +175,7 @@ def test_torch_is_in_the_images_that_compute_and_in_no_other(tmp_path: Path) -> 
     for service in CONFIGS:
         environment = os.environ | {"SERVICE": service}
         words = ["sh", "-c", command.replace("python -c", f"{shlex.quote(sys.executable)} -c")]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         requirements = {re.split(r"[^\w-]", line)[0] for line in done.stdout.splitlines()}
         assert "grpcio" in requirements, done.stderr
         assert ("torch" in requirements) == (service in ("rollout", "trainer"))

@@ -11,6 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from shared.wire.algorithm import PRESETS, Filter
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
@@ -61,6 +62,10 @@ def test_nothing_tracked_names_a_path_of_one_machine() -> None:
     # Spelt in pieces, or this file would be found.
     machine = "|".join(["/" + "work/", "/" + "root/"])
     done = subprocess.run(
-        ["git", "grep", "-nIE", machine, "--", ".", ":!LICENSE"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["git", "grep", "-nIE", machine, "--", ".", ":!LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from shared.metrics import names, server
 from shared.metrics.names import Metric
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS: dict[str, Metric] = {k: v for k, v in vars(names).items() if isinstance(v, Metric)}
@@ -73,13 +74,13 @@ assert server.metric(names.STEP) is server.metric(names.STEP)
 assert server.value(names.TRAJECTORIES_DROPPED, run="demo", reason="stale") == 2
 assert server.value(names.TRAJECTORIES_DROPPED, run="demo", reason="poison") == 0
 port = server.serve("127.0.0.1", 0)
-print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode())
+print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode())
 """
 
 
 def test_what_was_set_is_exported() -> None:
     # A process of its own: the registry is one per process.
-    done = subprocess.run([sys.executable, "-c", EXPORT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", EXPORT], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     for line in (
         'timzero_trajectories_dropped_total{reason="stale",run="demo"} 2.0',
@@ -93,5 +94,5 @@ def test_two_servers_of_one_process_get_ports_of_their_own() -> None:
     first, second = server.serve("127.0.0.1", 0), server.serve("127.0.0.1", 0)
     assert first != second
     for port in (first, second):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
             assert answer.status == 200

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.masking import MASK, is_credential, masked, masked_text
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines_of(program: str) -> tuple[list[dict], int]:
     """Log lines and exit code of a process of its own: logging is configured once per process."""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == ""
     return [json.loads(line) for line in done.stderr.splitlines()], done.returncode
 

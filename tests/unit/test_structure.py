@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc_tools
 import pytest
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("services", "shared", "timzero")
 LIGHT = {"shared.wire", "shared.metrics", "shared.config", "shared.process", "shared.masking"}
@@ -112,7 +114,9 @@ def test_the_torch_free_environment_has_no_torch(torch_free_environ: dict[str, s
 
 
 def run_python(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *words], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
 
 
 def test_gateway_weight_sync_client_and_wire_import_without_torch(torch_free_environ: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.kernels.cuda.attention_math import LOG2E, score_block
+from shared.kernels.cuda.attention_math import LOG2E, query_tile, score_block
 
 if TYPE_CHECKING:
     from shared.kernels.cuda.attention_packed import Packed
@@ -52,23 +52,12 @@ def dq_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
     kvh = tl.program_id(1)
-    seq = tl.load(tile_seq + tile)
-    first = tl.load(tile_first + tile)
-    start = tl.load(q_start + seq)
-    q_len = tl.load(q_start + seq + 1) - start
-    row_0 = tl.load(k_start + seq)
-    before = tl.load(k_start + seq + 1) - row_0 - q_len
-    p_lo = before + first
-    last = before + tl.minimum(first + BQ, q_len) - 1
     rm = tl.arange(0, BM)
     rd = tl.arange(0, DP)
     rn = tl.arange(0, BN)
-    index = first + rm // G
-    row_ok = (rm < BQ * G) & (index < q_len)
-    pos = before + index
-    row = (start + index).to(tl.int64) * H + kvh * G + rm % G
+    row_0, query, pos, row_ok, p_lo, last = query_tile(q_start, k_start, tile_seq, tile_first, rm, G, BQ)
+    row = query.to(tl.int64) * H + kvh * G + rm % G
     keep_d = row_ok[:, None] & (rd < D)[None, :]
     at = row[:, None] * D + rd[None, :]
     qt = tl.load(q + at, mask=keep_d, other=0.0)

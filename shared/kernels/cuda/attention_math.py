@@ -70,6 +70,25 @@ def block_step(
 
 
 @triton.jit
+def query_tile(q_start, k_start, tile_seq, tile_first, rm, G: tl.constexpr, BQ: tl.constexpr):
+    """Where this program's tile of a packed sequence lies.
+
+    Returns: the sequence's first row in the store; for each row `rm` of the tile its query's row, the query's position, and
+    whether there is such a query; the positions of the tile's first and last query.
+    """
+    tile = tl.program_id(0)
+    seq = tl.load(tile_seq + tile)
+    first = tl.load(tile_first + tile)
+    start = tl.load(q_start + seq)
+    q_len = tl.load(q_start + seq + 1) - start
+    row_0 = tl.load(k_start + seq)
+    before = tl.load(k_start + seq + 1) - row_0 - q_len
+    index = first + rm // G
+    row_ok = (rm < BQ * G) & (index < q_len)
+    return row_0, start + index, before + index, row_ok, before + first, before + tl.minimum(first + BQ, q_len) - 1
+
+
+@triton.jit
 def no_keys(BM: tl.constexpr, ONES: tl.constexpr, DP: tl.constexpr):
     """(m, l, a) of a chunk before its first key; merging it is an exact identity."""
     m = tl.full((BM,), -float("inf"), tl.float32)

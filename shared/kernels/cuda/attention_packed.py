@@ -29,6 +29,7 @@ from shared.kernels.cuda.attention_math import (
     cut_tiles,
     merge,
     no_keys,
+    query_tile,
     sift_values,
     to_device,
 )
@@ -67,23 +68,12 @@ def packed_kernel(
     FLAT: tl.constexpr,
 ):  # fmt: skip
     SHAPE: tl.constexpr = (BLOCK, DP, WINDOW, SOFTCAP)
-    tile = tl.program_id(0)
     kvh = tl.program_id(1)
-    seq = tl.load(tile_seq + tile)
-    first = tl.load(tile_first + tile)
-    start = tl.load(q_start + seq)
-    q_len = tl.load(q_start + seq + 1) - start
-    row_0 = tl.load(k_start + seq)
-    before = tl.load(k_start + seq + 1) - row_0 - q_len
-    p_lo = before + first
-    last = before + tl.minimum(first + BQ, q_len) - 1
     rm = tl.arange(0, BM)
     rd = tl.arange(0, DP)
-    index = first + rm // G
-    row_ok = (rm < BQ * G) & (index < q_len)
-    pos = before + index
+    row_0, query, pos, row_ok, p_lo, last = query_tile(q_start, k_start, tile_seq, tile_first, rm, G, BQ)
     head = kvh * G + rm % G
-    at = (start + index).to(tl.int64) * stride_q + head * D
+    at = query.to(tl.int64) * stride_q + head * D
     qt = tl.load(q + at[:, None] + rd[None, :], mask=row_ok[:, None] & (rd < D)[None, :], other=0.0)
     ones = tl.full((BLOCK, ONES), 1.0, qt.dtype)
     if WINDOW > 0:
@@ -122,10 +112,10 @@ def packed_kernel(
                     qt, keys, values, row_0 + n, kvh, ones, m, l, a, n, pos, last, factor, scale, softcap, SHAPE
                 )
             tm, t, ta = merge(tm, t, ta, m, tl.max(l, 1), a)
-    to = (start + index).to(tl.int64) * stride_o + head * D
+    to = query.to(tl.int64) * stride_o + head * D
     out = (ta / t[:, None]).to(o.dtype.element_ty)
     tl.store(o + to[:, None] + rd[None, :], out, mask=row_ok[:, None] & (rd < D)[None, :])
-    tl.store(lse + (start + index).to(tl.int64) * H + head, tm + tl.log2(t), mask=row_ok)
+    tl.store(lse + query.to(tl.int64) * H + head, tm + tl.log2(t), mask=row_ok)
 
 
 @dataclass(frozen=True, slots=True)
