@@ -54,7 +54,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file for the records")
     parser.add_argument("--only", nargs="*", metavar="WORKLOAD", help="workloads to run")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes of each mode")
-    parser.add_argument("--limit", type=float, default=75.0, help="seconds of timed passes for each workload")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds of timed passes for each workload")
     parser.add_argument(
         "--tiny", action="store_true", help="the same kinds over a tiny model on the CPU; no speed is meant"
     )
