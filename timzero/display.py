@@ -85,6 +85,8 @@ def summary_lines(outcome: Outcome, report: str | None) -> list[str]:
     lines.append(f"tokens compared: {compared}, differing bits: {differing}")
     if outcome.run["config"]["numerics"] == "fast":
         lines.append(tim_line(steps))
+    if any(s.ingested_tokens for s in steps):
+        lines.append(ingested_line(steps))
     m = outcome.metrics
     lines.append(
         f"accepted {m['accepted']} = trained {m['trained']} + dropped {sum(m['dropped'].values())} + live {m['live']}"
@@ -93,6 +95,16 @@ def summary_lines(outcome: Outcome, report: str | None) -> list[str]:
     if report is not None:
         lines.append(f"report: {report}")
     return lines
+
+
+def ingested_line(steps: tuple[StepSummary, ...]) -> str:
+    """Tokens that another engine sampled, and how far its logprobs lie from the trainer's."""
+    num_tokens = sum(s.ingested_tokens for s in steps)
+    blocks = [s.metrics["ingested_tim"] for s in steps if s.ingested_tokens]
+    compared = sum(b["compared_tokens"] for b in blocks)
+    mean = sum(b["abs_mean"] * b["compared_tokens"] for b in blocks) / compared if compared else 0.0
+    largest = max(b["abs_max"] for b in blocks)
+    return f"tokens sampled elsewhere: {num_tokens}, |delta logprob|: mean {mean:.3g}, max {largest:.3g}"
 
 
 def tim_line(steps: tuple[StepSummary, ...]) -> str:

@@ -36,8 +36,10 @@ def parts(groups: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any
 
 
 def _num_tokens(group: Mapping[str, Any]) -> int:
-    samples = group.get("samples") or ()
-    return len(group.get("prompt_token_ids") or ()) + sum(len(s.get("token_ids") or ()) for s in samples)
+    """What is no group counts as nothing: the gateway says what is wrong with it."""
+    samples = group.get("samples")
+    samples = [s for s in samples if isinstance(s, Mapping)] if isinstance(samples, Sequence) else []
+    return sum(len(ids) for ids in (group.get("prompt_token_ids"), *(s.get("token_ids") for s in samples)) if ids)
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

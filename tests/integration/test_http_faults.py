@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from services.gateway.ingest_schemas import EXAMPLE
 from shared.wire.embedded import EmbeddedValkey
 from tests.deadline import DEADLINE_S
-from tests.integration.gateway_harness import HttpGateway, run_config, weight_sync
+from tests.integration.gateway_harness import HttpGateway, publish, run_config, weight_sync
 from timzero.client import ApiError, Client
 
 pytest_plugins = ("tests.integration.gateway_fixtures",)
+
+SAMPLED_GROUP = EXAMPLE | {"number": 2}
 
 
 def test_valkey_down_is_503_and_a_client_that_waits_gets_through(
@@ -27,6 +31,8 @@ def test_valkey_down_is_503_and_a_client_that_waits_gets_through(
     ):
         run = client.create_run(run_config("faulty", model))["run"]
         client.post_prompts(run, [{"number": 0, "prompt": "1"}])
+        publish(weight_sync_address, run_config("faulty", model), 0)
+        assert client.post_trajectories(run, [SAMPLED_GROUP])[0]["status"] == 202
         valkey.process.kill()
         valkey.process.wait()
 
@@ -41,7 +47,12 @@ def test_valkey_down_is_503_and_a_client_that_waits_gets_through(
 
         valkey.start()
         assert client.post_prompts(run, [{"number": 1, "prompt": "1"}])[0]["status"] in (200, 202)
-        assert client.metrics(run)["accepted"] == 4
+        assert client.metrics(run)["accepted"] == 6
+        # What nobody could sample again is on disk as it was.
+        kept = client.trajectory(run, f"{run}.2.1")
+        assert (kept["state"], kept["token_ids"], kept["reward"]) == ("rewarded", [14, 6, 5, 15, 6, 2], 0.0)
+        assert kept["logprobs"].tobytes() == np.float32([-2.5, -0.5]).tobytes()
+        assert client.post_trajectories(run, [SAMPLED_GROUP])[0]["status"] == 200
 
 
 def test_stream_ends_when_valkey_goes_and_is_resumed_by_the_client(
@@ -70,6 +81,7 @@ def test_weight_sync_down_is_503(tmp_path: Path, valkey_url: str, run: str) -> N
             ("GET", f"/v1/runs/{run}/versions", None),
             ("GET", f"/v1/runs/{run}/versions/0", None),
             ("POST", f"/v1/runs/{run}/evals", {"items": [{"prompt": "1"}]}),
+            ("POST", f"/v1/runs/{run}/trajectories", {"items": [SAMPLED_GROUP]}),
         ):
             answer = http.request(method, path, json=body, timeout=DEADLINE_S)
             assert (answer.status_code, answer.json()["code"]) == (503, "weight-sync-unavailable")
