@@ -60,12 +60,23 @@ def tables(seen: Observed, clip_low: float, clip_high: float) -> dict[str, Any]:
     """JSON-ready; a bucket of staleness appears when it holds a token."""
     own_T = seen.is_comparable_T & ~seen.is_ingested_T
     buckets = list(by_staleness(seen.staleness_T))
+    same_version = _same_version(seen, own_T)
+    correction = _correction(seen, torch.ones_like(own_T), clip_low, clip_high)
+    if len(buckets) == 1:
+        # Under a fixed lag: all tokens are of one bucket.
+        ((name, _),) = buckets
+        by_bucket = {name: same_version}, {name: correction}
+    else:
+        by_bucket = (
+            {n: _same_version(seen, own_T & of_T) for n, of_T in buckets},
+            {n: _correction(seen, of_T, clip_low, clip_high) for n, of_T in buckets},
+        )
     return {
-        "same_version": _same_version(seen, own_T),
-        "same_version_by_staleness": {n: _same_version(seen, own_T & of_T) for n, of_T in buckets},
+        "same_version": same_version,
+        "same_version_by_staleness": by_bucket[0],
         "ingested": _same_version(seen, seen.is_comparable_T & seen.is_ingested_T),
-        "correction": _correction(seen, torch.ones_like(own_T), clip_low, clip_high),
-        "correction_by_staleness": {n: _correction(seen, of_T, clip_low, clip_high) for n, of_T in buckets},
+        "correction": correction,
+        "correction_by_staleness": by_bucket[1],
     }
 
 

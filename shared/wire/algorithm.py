@@ -125,6 +125,21 @@ class AlgorithmConfig:
         """Something needs the whole batch's logprobs before the first gradient."""
         return bool(self.all_filters) or self.batch_normalize or self.kl == "k1"
 
+    def check_clip(self) -> None:
+        """Raises ValueError where bounds were chosen that nothing in a run would look at."""
+        defaults = {f.name: f.default for f in fields(self)}
+        used = {"reinforce": (), "sapo": (), "topr": (), "cispo": ("clip_high",)}.get(
+            self.loss, ("clip_low", "clip_high")
+        )
+        if self.loss == "ppo_clip" and self.mini_steps == 1 and self.ratio_mode in ("recompute", "decoupled"):
+            used = ()
+        for name in ("clip_low", "clip_high"):
+            if name not in used and getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"algorithm.{name} {getattr(self, name)} does nothing in loss {self.loss}, mode {self.ratio_mode}, with "
+                    f"mini_steps {self.mini_steps}: no ratio there is clipped by it; leave it out, or set mini_steps above 1"
+                )
+
 
 def _take_preset(c: AlgorithmConfig) -> None:
     assert c.preset is not None

@@ -116,6 +116,7 @@ class RunConfig:
             raise ValueError(
                 f"algorithm.mini_steps ({self.algorithm.mini_steps}) exceeds prompts_per_step ({self.prompts_per_step})"
             )
+        self.algorithm.check_clip()
         most = self.algorithm.dynamic_groups
         if most > self.prompts_per_step or 0 < most < self.algorithm.mini_steps:
             raise ValueError(

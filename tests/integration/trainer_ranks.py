@@ -15,12 +15,16 @@ import torch
 
 from services.trainer import checkpoint
 from services.trainer.batch import build_batch
+from services.trainer.copies import FileShards
 from services.trainer.distributed import join, leave
 from services.trainer.learner import Learner
 from services.trainer.link import Refused
 from shared.config import structure
 from shared.wire.archive import read_step
+from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
+from shared.wire.tensor_file import WEIGHTS_FILE, read_file, write_file
+from shared.wire.tensors import tensor_entry
 from tests.deadline import DEADLINE_S
 from tests.integration.trainer_testing import VOCAB, build_learner, publish
 
@@ -45,7 +49,25 @@ def train(learner: Learner, archive: str, out: Path) -> None:
                 out / f"step-{step}.pt",
             )
     checkpoint.save(out / "checkpoints", learner, keep=1)
+    shards_in_a_file_are_those_in_memory(learner, out)
     torch.save(faults(learner, archive), out / f"faults-{learner.world.rank}.pt")
+
+
+def shards_in_a_file_are_those_in_memory(learner: Learner, out: Path) -> None:
+    """Every rank reads back exactly its own part of a published version."""
+    tensors = publish(learner, 2)
+    directory = out / "whole"
+    if learner.world.is_leader:
+        directory.mkdir()
+        write_file(
+            directory / WEIGHTS_FILE, Manifest(tensors=[tensor_entry(n, t) for n, t in tensors.items()]), tensors
+        )
+    learner.world.barrier()
+    read = FileShards(learner.decoder, read_file(directory / WEIGHTS_FILE))
+    kept = learner.copies.current.shards
+    assert dict(read).keys() == dict(kept).keys()
+    for name, shard in kept.items():
+        assert torch.equal(read[name].view(torch.uint8), shard.contiguous().view(torch.uint8)), name
 
 
 def faults(learner: Learner, archive: str) -> dict[str, int]:
