@@ -64,7 +64,7 @@ ALGORITHMS = {
 def world() -> Iterator[World]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    yield join("cpu", timeout_s=60)
+    yield join("cpu", timeout_s=DEADLINE_S)
     leave()
 
 
@@ -122,7 +122,7 @@ def ingest(
     )  # fmt: skip
     with Client(gateway.url) as client, Publisher(weight_sync_address) as publisher:
         client.create_run(unstructure(config))
-        version = publisher.publish(manifest, tensors, epoch=1, deadline_s=30)
+        version = publisher.publish(manifest, tensors, epoch=1, deadline_s=DEADLINE_S)
         assert version.digest == engine.version.digest
         numbers = range(config.prompts_per_step)
         groups = []
@@ -134,7 +134,7 @@ def ingest(
         for number in numbers:
             assert gateway.call(gateway.lifecycle.close_group(config.run, number))[0] is Closed.QUEUED
         queue = TrainQueue.connect(gateway.config.valkey)
-        leased = queue.lease(config.run, 0, epoch=queue.take_over(config.run, next_step=0), deadline_s=30)
+        leased = queue.lease(config.run, 0, epoch=queue.take_over(config.run, next_step=0), deadline_s=DEADLINE_S)
         queue.close()
         client.stop(config.run)
     assert leased is not None

@@ -221,7 +221,7 @@ def test_keep_goes_on_behind_the_old_keys_and_says_so(version0):
     peer, _, stub, digest = version0
     manifest = manifest_of(seed=1, step=1)
     peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
-    stream = stub.Generate(request_of(digest, PROMPT, samples=4, max_tokens=140), timeout=DEADLINE_S)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
     chunks = [next(stream)]
     stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
     commit = stub.CommitWeights(

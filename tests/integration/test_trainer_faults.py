@@ -19,6 +19,7 @@ from shared.metrics.server import value
 from shared.wire.algorithm import AlgorithmConfig, Filter
 from shared.wire.types import Group
 from shared.wire.weights import Sent
+from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import Rig, make_rig
 from tests.integration.trainer_testing import digest_of, masters, publish
 
@@ -29,7 +30,7 @@ ANY = AlgorithmConfig(filters=(Filter(on="veto", low=1e-4, high=1e4),))
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = join("cpu", timeout_s=60)
+    world = join("cpu", timeout_s=DEADLINE_S)
     yield make_rig(tmp_path_factory.mktemp("model"), world)
     leave()
 

@@ -14,6 +14,7 @@ import torch
 from services.trainer.distributed import join, leave
 from services.trainer.policy import score_batch
 from shared.wire.algorithm import PRESETS, AlgorithmConfig
+from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import GROUPS, Rig, make_rig
 
 PLAIN = {
@@ -38,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = join("cpu", timeout_s=60)
+    world = join("cpu", timeout_s=DEADLINE_S)
     yield make_rig(tmp_path_factory.mktemp("model"), world)
     leave()
 

@@ -21,6 +21,7 @@ from shared.models import resolve_model
 from shared.wire.algorithm import AlgorithmConfig
 from shared.wire.tensor_file import write_version
 from shared.wire.tensors import build_manifest
+from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import HOT, Changing, Rig, make_rig
 from tests.integration.trainer_testing import VOCAB, Engine, build_learner, engine_of, masters, publish, tiny_model
 
@@ -31,7 +32,7 @@ KINDS = ("k1", "k2", "k3+")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = join("cpu", timeout_s=60)
+    world = join("cpu", timeout_s=DEADLINE_S)
     yield make_rig(tmp_path_factory.mktemp("model"), world)
     leave()
 

@@ -56,8 +56,7 @@ def in_the_middle(made: Offers, first: Reader, second: Reader, how: str) -> pb.M
     """A version that `first` waits for in a round in which `second` dies or stops."""
     manifest = offer(made, 0, elements=ELEMENTS)
     for reader in (first, second):
-        reader.ask("copy", manifest)
-        assert reader.answer() == ("copied", byte_sum(0, elements=ELEMENTS))
+        assert reader.copy(manifest) == ("copied", byte_sum(0, elements=ELEMENTS))
     manifest = offer(made, 1, elements=ELEMENTS)
     first.ask("copy", manifest)
     rounds = made._rounds
@@ -79,8 +78,7 @@ def test_a_replica_killed_in_the_middle_fails_the_round_for_all_and_the_next_rou
         # What had arrived before the other one died is verified like anything else.
         assert first.answer() in {*FAILED, ("copied", byte_sum(1, elements=ELEMENTS))}
         manifest = offer(made, 2, elements=ELEMENTS)
-        first.ask("copy", manifest)
-        assert first.answer() == ("copied", byte_sum(2, elements=ELEMENTS))
+        assert first.copy(manifest) == ("copied", byte_sum(2, elements=ELEMENTS))
 
 
 def test_a_replica_that_is_stopped_costs_its_round_and_the_trainer_goes_on_at_once() -> None:
@@ -92,5 +90,4 @@ def test_a_replica_that_is_stopped_costs_its_round_and_the_trainer_goes_on_at_on
         # Written and offered while the round is under way, or over: nothing here waits for it.
         manifest = offer(made, 2, elements=ELEMENTS)
         assert first.answer() in {*FAILED, ("copied", byte_sum(1, elements=ELEMENTS))}
-        first.ask("copy", manifest)
-        assert first.answer() == ("copied", byte_sum(2, elements=ELEMENTS))
+        assert first.copy(manifest) == ("copied", byte_sum(2, elements=ELEMENTS))

@@ -59,7 +59,7 @@ def test_another_process_copies_from_the_memory() -> None:
 
 
 def test_a_reader_that_stalls_keeps_its_buffer_for_its_lease_and_holds_up_nobody() -> None:
-    with offers("shm", source_lease_s=1.0) as made, rpc.channel(offer(made, 0).source.address) as channel:
+    with offers("shm", source_lease_s=3.0) as made, rpc.channel(offer(made, 0).source.address) as channel:
         manifest = manifest_of(0, raw(weights(0)))
         stalled = reading(channel, manifest)
         layout = layout_of(weights(0))

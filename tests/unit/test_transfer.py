@@ -17,6 +17,7 @@ from shared.transfer.digests import checksum, verify_flat
 from shared.transfer.memory import SharedArena, Unreachable, map_device, map_shared
 from shared.wire.pb.trainer_pb2 import DeviceMemory, SharedMemory
 from shared.wire.tensors import DigestMismatch, RawTensor, build_manifest
+from tests.deadline import DEADLINE_S
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
@@ -101,7 +102,7 @@ def test_another_process_reads_the_memory_and_it_is_gone_with_its_owner() -> Non
         "flat = map_shared(SharedMemory.FromString(bytes.fromhex(sys.argv[1]))); print(int(flat.long().sum()))"
     )
     words = [sys.executable, "-c", script, message.SerializeToString().hex()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert int(done.stdout) == int(arena.flat.long().sum())
     mapped = map_shared(message)
     arena.close()
