@@ -67,6 +67,7 @@ protos: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_correction_plots.py
+	$(BIN)/python docs/generate_scaling.py
 
 # docker-compose and promtool are not pip packages (Debian: docker-compose, prometheus), so `make test` checks the same
 # files with the compose schema and a PromQL parser instead.
