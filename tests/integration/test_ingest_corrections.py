@@ -17,16 +17,19 @@ from benchmarks.corrections import sample_group
 from services.trainer.batch import Batch, build_batch
 from services.trainer.distributed import World, join, leave
 from services.trainer.learner import StepResult
+from services.trainer.mismatch import Mismatch
 from shared.config import unstructure
 from shared.wire.algorithm import PRESETS, AlgorithmConfig, Filter
 from shared.wire.lifecycle import Closed
 from shared.wire.queue import TrainQueue
 from shared.wire.run import OptimizerConfig, RunConfig
 from shared.wire.tensors import build_manifest
+from shared.wire.types import Group
 from shared.wire.weights import Publisher
 from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway
 from tests.integration.trainer_testing import (
+    VOCAB,
     Engine,
     build_learner,
     masters,
@@ -325,6 +328,41 @@ def test_mismatch_of_another_engine_is_measured_apart_and_right(foreign: Ingeste
     for series in ("ingested", "correction"):
         got = m["mismatch"][series]
         assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-9), series
+
+
+def test_alarm_is_for_our_own_engine_and_goes_off_in_a_mixed_batch(ours: Ingested, world: World) -> None:
+    """A flipped bit of a token sampled here shows; of tokens from elsewhere neither that does, nor a version nobody holds."""
+    own, foreign, unknown = ours.batch.groups
+    own = replace(own, trajectories=tuple(replace(t, sampler="") for t in own.trajectories))
+    spans = [tuple(replace(s, manifest_digest="gone") for s in t.spans) for t in unknown.trajectories]
+    groups = [
+        own,
+        with_flipped_bit(foreign),
+        replace(
+            unknown, trajectories=tuple(replace(t, spans=s) for t, s in zip(unknown.trajectories, spans, strict=True))
+        ),
+    ]
+    num_own, num_foreign, num_unknown = (sum(len(t.logprobs) for t in g.trajectories) for g in groups)
+
+    def mismatch_of(groups: list[Group]) -> tuple[Mismatch, dict[str, Any]]:
+        batch = build_batch(groups, ours.config, step=0, vocab_size=VOCAB)
+        result = train(replace(ours, batch=batch), world, AlgorithmConfig()).result
+        return result.mismatch, result.metrics["ingested_tim"]
+
+    quiet, elsewhere = mismatch_of(groups)
+    assert (quiet.is_exact, quiet.compared_tokens) == (True, num_own)
+    assert (elsewhere["compared_tokens"], elsewhere["uncompared_tokens"]) == (num_foreign, num_unknown)
+    assert elsewhere["differing_bits"] == 1
+    alarm, _ = mismatch_of([with_flipped_bit(own), *groups[1:]])
+    assert (alarm.is_exact, alarm.differing_tokens, alarm.differing_bits) == (False, 1, 1)
+
+
+def with_flipped_bit(group: Group) -> Group:
+    """The last bit of the first logprob is another."""
+    first, *others = group.trajectories
+    logprobs = first.logprobs.copy()
+    logprobs.view(np.int32)[0] ^= 1
+    return replace(group, trajectories=(replace(first, logprobs=logprobs), *others))
 
 
 def test_run_of_groups_from_here_and_elsewhere_completes_without_an_alarm(tmp_path: Path) -> None:
