@@ -5,6 +5,7 @@
     rejected_by              what each filter alone would keep out, so that one that never acts or does everything shows
     rejected_of_positive     share of the tokens with A > 0 that is kept out; of_negative: with A < 0
     accepted_k3, rejected_k3 mean k3 on either side: a filter that keeps out what agrees is set wrong
+    tightest                 of each statistic, the bounds that would just keep this batch: what to calibrate with
     clip_*                   shares of all tokens: cut above with A > 0, below with A < 0, and by the dual clip
 
 Legend: T trainable tokens; N trajectories.
@@ -12,14 +13,18 @@ Legend: T trainable tokens; N trajectories.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.trainer.correction import RATIOS, finite_delta, k3, per_sequence, safe_exp
-from services.trainer.filters import accept, keep_tokens
+from services.trainer.filters import AGGREGATIONS, KINDS, accept, keep_tokens
 from shared.wire.algorithm import AlgorithmConfig, Filter
+
+ROUNDING = 1e-12
+"""More than exp and log lose on the way there and back."""
 
 
 def describe_weights(
@@ -73,6 +78,36 @@ def describe_rejection(
         "accepted_k3": _mean_k3(delta_T[accepted_T & ~bad_T]),
         "rejected_k3": _mean_k3(delta_T[~accepted_T & ~bad_T]),
     }
+
+
+def tightest(train_T: Tensor, rollout_T: Tensor, sequence_T: Tensor, num_sequences: int) -> dict[str, dict[str, float]]:
+    """`low` and `high` as a filter takes them, by its name; on a batch without mismatch 1 and 1, or 0.
+
+    Bounds on the ratio are widened by a rounding of their logarithm.
+    """
+    delta_T, bad_T = finite_delta(train_T, rollout_T)
+    delta_T, sequence_T = delta_T[~bad_T].double(), sequence_T[~bad_T]
+    bounds: dict[str, dict[str, float]] = {}
+    if not len(delta_T):
+        return bounds
+    for kind, statistic in KINDS.items():
+        of_token_T = statistic(delta_T)
+        values = {f"token_{kind}": of_token_T}
+        for name, aggregate in AGGREGATIONS.items():
+            values[f"seq_{name}_{kind}"] = aggregate(of_token_T, sequence_T, num_sequences)
+        if kind == "k1":
+            # The largest k1 of a trajectory has bounds in both directions, as the tokens have.
+            values["seq_max_k1"] = values["veto"] = of_token_T
+            bounds.update({name: _ratio_bounds(value) for name, value in values.items()})
+        else:
+            bounds.update({name: {"high": float(value.max())} for name, value in values.items()})
+    return bounds
+
+
+def _ratio_bounds(log_ratio: Tensor) -> dict[str, float]:
+    # Beyond e^700 a double ends; nothing has such a ratio but by a fault.
+    low, high = (min(max(float(x), -700.0), 700.0) for x in (log_ratio.min(), log_ratio.max()))
+    return {"low": min(1.0, math.exp(low) * (1 - ROUNDING)), "high": max(1.0, math.exp(high) * (1 + ROUNDING))}
 
 
 def describe_clip(is_clipped_T: Tensor, ratio_T: Tensor, advantage_T: Tensor) -> dict[str, float]:

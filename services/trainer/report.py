@@ -120,8 +120,14 @@ def export_mismatch(run: str, result: StepResult, row: Mapping[str, Any]) -> Non
     """Every table's scalars as gauges, the sums by length, and what the correction did."""
     tables = row["mismatch"]
     gauges: dict[tuple[str, ...], float] = {}
-    for series in ("same_version", "ingested", "correction"):
-        buckets = {"all": tables[series], **tables.get(f"{series}_by_staleness", {})}
+    parts = {
+        "same_version": {"all": tables["same_version"], **tables["same_version_by_staleness"]},
+        "ingested": {"all": tables["ingested"]},
+        "correction": {"all": {**tables["correction"], **row["correction"]}, **tables["correction_by_staleness"]},
+        "staleness": {"all": row["staleness"]},
+        "drift": {"all": row["drift"]},
+    }
+    for series, buckets in parts.items():
         for bucket, table in buckets.items():
             scalars = {k: v for k, v in table.items() if isinstance(v, int | float)}
             gauges.update({(series, bucket, statistic): value for statistic, value in scalars.items()})

@@ -18,6 +18,7 @@ from services.trainer.correction_metrics import (
     describe_mini_step,
     describe_rejection,
     describe_weights,
+    tightest,
 )
 from services.trainer.decision import Decision
 from services.trainer.loss import PolicyLoss, kl_penalty, policy_loss, token_scale
@@ -175,6 +176,7 @@ def _of_correction(
             **describe_rejection(
                 proximal_T, batch.rollout_T, advantage_T, accepted_T, batch.sequence_T, batch.num_sequences, config
             ),
+            "tightest": tightest(proximal_T, batch.rollout_T, batch.sequence_T, batch.num_sequences),
         },
         "clip": {
             **describe_clip(loss.is_clipped_T, ratio_T, advantage_T),

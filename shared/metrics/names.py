@@ -148,7 +148,7 @@ CORRECTION = Metric(
 MISMATCH = Metric(
     "timzero_mismatch",
     "gauge",
-    "Every scalar of steps.jsonl's block `mismatch`, last step; series same_version, ingested or correction, by staleness bucket",
+    "Scalars of steps.jsonl, last step: series same_version and correction by staleness bucket, ingested, staleness, drift",
     ("run", "series", "staleness", "statistic"),
 )
 ACCUMULATED_MISMATCH = Metric(

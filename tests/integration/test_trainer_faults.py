@@ -186,6 +186,9 @@ def test_every_table_is_exported_and_what_the_last_step_lacks_is_gone(rig: Rig) 
     assert value(names.EQUAL_FRACTION, run=run) == 1
     assert value(names.UNAUDITED_TOKENS, run=run, reason="share") == 0
     assert value(names.CLIP, run=run, statistic="clip_high") == row["clip"]["clip_high"]
+    for series, block, name in (("drift", "drift", "abs_max"), ("staleness", "staleness", "k3"),
+                                ("correction", "correction", "weight_seq_std")):  # fmt: skip
+        assert value(names.MISMATCH, run=run, series=series, staleness="all", statistic=name) == row[block][name] > 0
 
 
 @pytest.mark.parametrize("shift", [1, -1])

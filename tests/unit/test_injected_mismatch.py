@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.correction import importance_weights, k3, per_sequence
-from services.trainer.correction_metrics import describe_rejection, describe_weights
-from services.trainer.filters import KINDS, accept, keep_tokens
+from services.trainer.correction import importance_weights, k3
+from services.trainer.correction_metrics import describe_rejection, describe_weights, tightest
+from services.trainer.filters import accept, keep_tokens
 from services.trainer.mismatch_metrics import describe, quantile
 from services.trainer.mismatch_tables import Observed, tables
 from shared.wire.algorithm import AlgorithmConfig, Filter
@@ -225,22 +225,23 @@ def test_weights_report_their_bounds_raw_and_their_trajectories_applied() -> Non
     assert got["weight_seq_max_deviation"] < SIGMA
 
 
-STATISTICS = [f"{a}_{k}" for a in ("seq_sum", "seq_mean", "seq_max") for k in ("k2", "k3")]
-
-
-@pytest.mark.parametrize("on", STATISTICS)
-def test_a_bound_calibrated_without_mismatch_rejects_nothing_there_and_what_is_injected_later(on: str) -> None:
-    """On a fresh batch the bound is 0, on a stale one its largest statistic."""
-    kind = on.removeprefix("seq_").split("_")[1]
-    for staleness in (torch.zeros(T, dtype=torch.float64), 0.005 * NORMAL):
-        clean = ROLLOUT + staleness
-        token = KINDS[kind](clean - ROLLOUT)
-        reduced = {"sum": per_sequence(token, SEQUENCE, N), "mean": per_sequence(token, SEQUENCE, N) / L,
-                   "max": token.view(N, L).max(1).values}[on.split("_")[1]]  # fmt: skip
-        config = AlgorithmConfig(filters=(Filter(on=on, high=float(reduced.max())),))  # type: ignore[arg-type]
-        assert accept(clean, ROLLOUT, SEQUENCE, N, config).accepted_N.all()
-        noisy = clean + SIGMA * NORMAL.flip(0)
-        assert not accept(noisy, ROLLOUT, SEQUENCE, N, config).accepted_N.any()
+@pytest.mark.parametrize("sigma", [0.0, 0.005])
+def test_bounds_calibrated_without_mismatch_reject_nothing_there_and_what_is_injected_later(sigma: float) -> None:
+    """On fresh tokens without mismatch and on stale ones, whose difference is staleness alone."""
+    clean = ROLLOUT + sigma * NORMAL
+    bounds = tightest(clean, ROLLOUT, SEQUENCE, N)
+    assert len(bounds) == 13
+    noisy = clean + 0.05 * NORMAL.flip(0)
+    for name, bound in bounds.items():
+        config = AlgorithmConfig(filters=(Filter(on=name, **bound),))  # type: ignore[arg-type]
+        if sigma == 0:
+            assert bound in ({"low": 1 - 1e-12, "high": 1 + 1e-12}, {"high": 0.0})
+        assert accept(clean, ROLLOUT, SEQUENCE, N, config).accepted_N.all(), name
+        assert keep_tokens(clean, ROLLOUT, ADVANTAGE, SEQUENCE, N, config).all(), name
+        kept_T = accept(noisy, ROLLOUT, SEQUENCE, N, config).accepted_N[SEQUENCE]
+        kept_T &= keep_tokens(noisy, ROLLOUT, ADVANTAGE, SEQUENCE, N, config)
+        assert float(kept_T.double().mean()) < 0.7, name
+    assert bounds["seq_mean_k3"]["high"] == pytest.approx(sigma**2 / 2, rel=0.7)
 
 
 def test_without_mismatch_every_metric_is_exactly_nothing() -> None:
