@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.graphs import padded
+from services.rollout.graphs import Shape, padded
+from services.rollout.inputs import Batch, SlotTables
 
 ALIGNMENT = 64
 """Bytes. The same for every field, so that a kernel is compiled once for all of them."""
@@ -85,3 +86,66 @@ class Block:
             # Eager steps have any size; these few come again and again.
             self._views[key] = views
         return views
+
+
+def fill(host: Views, batch: Batch, tables: SlotTables, shape: Shape, page_size: int, tile_queries: int) -> None:
+    """Writes a step into a block.
+
+    Args:
+        host: numpy views of `blocks.Fields`, for T = shape.tokens.
+        tables: up to date with the batch.
+        shape: that holds the batch: exact, or padded.
+        tile_queries: of a prompt's tile.
+    """
+    clear(host, tables.num_slots)
+    slots, ends, q_lens = batch.slots_S, batch.ends_S, batch.q_lens_S
+    num_tokens, num_rows = batch.num_tokens, len(batch.samples)
+    batch.write_ids(host["ids"][:num_tokens])
+    positions, slots_T = batch.positions_T, slots.repeat(q_lens)
+    host["positions"][:num_tokens] = positions
+    host["kv_slots"][:num_tokens] = (
+        tables.pages[slots_T, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    )
+    host["rows"][:num_rows] = batch.rows_R
+    host["slots"][:num_rows] = slots[batch.sampled_R]
+    for name, values in tables.sampling(batch).items():
+        host[name][:num_rows] = values
+    host["contexts"][slots] = ends
+    by_slot = np.zeros(tables.num_slots, np.int32)
+    by_slot[slots] = q_lens
+    np.cumsum(by_slot, dtype=np.int32, out=host["q_starts"][1:-1])
+    host["q_starts"][-1] = num_tokens
+    # The longest walk first: it would otherwise be the last to end.
+    ones = np.flatnonzero(q_lens == 1)
+    ones = ones[np.argsort(-ends[ones], kind="stable")]
+    is_long = ends[ones] > shape.chunk if shape.ones else np.full(len(ones), shape.longs > 0)
+    host["longs"][: is_long.sum()] = slots[ones[is_long]]
+    host["ones"][: len(ones) - is_long.sum()] = slots[ones[~is_long]]
+    prompts = np.flatnonzero(q_lens > 1)
+    counts = -(-q_lens[prompts] // tile_queries)
+    seq = prompts.repeat(counts)
+    first = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * tile_queries
+    order = np.argsort(-(ends[seq] - q_lens[seq] + first), kind="stable")
+    host["tile_seqs"][: len(seq)] = slots[seq[order]]
+    host["tile_firsts"][: len(seq)] = first[order]
+
+
+def clear(host: Views, num_slots: int) -> None:
+    """A block of padding: tiles of slot N, which has no queries and no keys, and rows that are written nowhere."""
+    for name in (
+        "ids",
+        "positions",
+        "rows",
+        "seed",
+        "prompt",
+        "sample",
+        "position",
+        "contexts",
+        "q_starts",
+        "tile_firsts",
+    ):
+        host[name][:] = 0
+    host["kv_slots"][:] = -1
+    host["temperature"][:] = 1
+    for name in ("slots", "ones", "longs", "tile_seqs"):
+        host[name][:] = num_slots

@@ -25,6 +25,7 @@ from services.rollout.engine import CommitResult, Engine
 from services.rollout.meters import Meters
 from services.rollout.pipeline import Outputs
 from services.rollout.samples import GivenUp, Refused, ShuttingDown
+from services.rollout.times import own_stream
 from services.rollout.weights import ServedModel
 
 T = TypeVar("T")
@@ -172,7 +173,7 @@ class EngineLoop:
         # Per thread: OpenMP starts a new thread with the machine's count, not with the process's setting.
         torch.set_num_threads(self.engine.config.threads)
         try:
-            with torch.inference_mode():
+            with own_stream(self.engine.config.device), torch.inference_mode():
                 self.run()
                 self.engine.fail_all(STOPPED)
         except BaseException as error:  # the loop's edge: the process ends

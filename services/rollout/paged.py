@@ -8,7 +8,6 @@ Legend: T tokens (padded), R sampled rows (padded), N slots; slot N belongs to n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.blocks import Block, Fields, Views
-from services.rollout.config import MOST_TOKENS, RolloutConfig
+from services.rollout.blocks import Block, Fields, Views, clear, fill
+from services.rollout.config import RolloutConfig
 from services.rollout.graphs import PROMPTS, SCRATCH_BYTES, Graphs, Shape, capturable, padded, padded_sizes
 from services.rollout.inputs import Batch
+from services.rollout.memory import measured
 from services.rollout.runner import Flight, ModelRunner
-from services.rollout.samples import UnservableRun
 from services.rollout.weights import ServedModel, adopt
 from shared.kernels import SamplingParams
 from shared.kernels.cuda.attention import DECODE_ROWS, PREFILL_ROWS, CachedPlan, Launch
@@ -31,9 +30,6 @@ from shared.kernels.cuda.ops import CudaOps
 from shared.models import KVCache
 from shared.models.merged import MergedDecoder
 
-GRAPH_SHARE = 0.5
-"""Memory kept for graphs, as a share of what the largest eager step takes."""
-
 
 class PagedRunner(ModelRunner):
     """Holds one decoder with merged weights for the life of the run; other versions are copied into it."""
@@ -42,6 +38,8 @@ class PagedRunner(ModelRunner):
         assert isinstance(model.numerics.ops, CudaOps)
         self.ops = model.numerics.ops
         self.ops.activate()
+        # Another thread staged it, in another stream.
+        _synchronize(self.ops.device)
         run = model.run
         self._merged = MergedDecoder(model.decoder, self.ops, num_positions=run.config.max_model_len)
         heads, kv_heads, _ = run.model.heads
@@ -56,10 +54,13 @@ class PagedRunner(ModelRunner):
     def adopt(self, model: ServedModel) -> ServedModel:
         """Copies another version into the memory that graphs were captured with."""
         self.ops.activate()
-        if model.decoder is not self.model.decoder:
-            self.model = adopt(self.model, model)
-        else:
+        if model.decoder is self.model.decoder:
             self.model = model
+            return model
+        # Another thread staged it in another stream, and will have the memory back.
+        _synchronize(self.device)
+        self.model = adopt(self.model, model)
+        _synchronize(self.device)
         return self.model
 
     def describe(self) -> dict[str, str]:
@@ -191,7 +192,7 @@ class PagedRunner(ModelRunner):
         if not self.config.cuda_graphs or self.device.type != "cuda":
             return
         kv_heads = self.model.run.model.num_kv_heads
-        for size in padded_sizes(self.config.max_running):
+        for size in padded_sizes(min(self.config.max_running, self.config.max_step_tokens)):
             chunk = self.ops.choose_chunk(size * kv_heads, 1)
             exact = Shape(tokens=size, ones=size, longs=0, chunks=1, chunk=chunk, tiles=0)
             self._send_nothing(exact)
@@ -221,88 +222,6 @@ class PagedRunner(ModelRunner):
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def measured(config: RolloutConfig, model: ServedModel, step_bytes: int) -> RolloutConfig:
-    """The config with the cache that fits beside the weights, a version on its way in, a step and its graphs.
-
-    Raises UnservableRun when that is less than one sequence.
-    """
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(model.numerics.ops.device)
-    weight_bytes = sum(w.nbytes for w in model.decoder.parameters())
-    budget = int(free_bytes * config.kv_memory_share - step_bytes * (1 + GRAPH_SHARE)) - weight_bytes
-    per_token = KVCache.bytes_per_slot(model.run.model, model.run.dtype)
-    return sized(config, budget // per_token, model.run.config.max_model_len)
-
-
-def sized(config: RolloutConfig, num_tokens: int, max_model_len: int) -> RolloutConfig:
-    """The config with a cache of whole pages, at most what the kernels can number. Raises UnservableRun."""
-    num_tokens = min(num_tokens, MOST_TOKENS) // config.page_size * config.page_size
-    if num_tokens < max_model_len:
-        raise UnservableRun(
-            f"the GPU has room for a KV cache of {max(num_tokens, 0)} tokens, one sequence of the run may have {max_model_len}; "
-            "lower max_step_tokens or max_running, or raise kv_memory_share"
-        )
-    return replace(config, kv_cache_tokens=num_tokens)
-
-
-def fill(host: Views, batch: Batch, tables: Any, shape: Shape, page_size: int, tile_queries: int) -> None:
-    """Writes a step into a block.
-
-    Args:
-        host: numpy views of `blocks.Fields`, for T = shape.tokens.
-        tables: SlotTables, up to date with the batch.
-        shape: that holds the batch: exact, or padded.
-        tile_queries: of a prompt's tile.
-    """
-    clear(host, tables.num_slots)
-    slots, ends, q_lens = batch.slots_S, batch.ends_S, batch.q_lens_S
-    num_tokens, num_rows = batch.num_tokens, len(batch.samples)
-    batch.write_ids(host["ids"][:num_tokens])
-    positions, slots_T = batch.positions_T, slots.repeat(q_lens)
-    host["positions"][:num_tokens] = positions
-    host["kv_slots"][:num_tokens] = (
-        tables.pages[slots_T, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    )
-    host["rows"][:num_rows] = batch.rows_R
-    host["slots"][:num_rows] = slots[batch.sampled_R]
-    for name, values in tables.sampling(batch).items():
-        host[name][:num_rows] = values
-    host["contexts"][slots] = ends
-    by_slot = np.zeros(tables.num_slots, np.int32)
-    by_slot[slots] = q_lens
-    np.cumsum(by_slot, dtype=np.int32, out=host["q_starts"][1:-1])
-    host["q_starts"][-1] = num_tokens
-    # The longest walk first: it would otherwise be the last to end.
-    ones = np.flatnonzero(q_lens == 1)
-    ones = ones[np.argsort(-ends[ones], kind="stable")]
-    is_long = ends[ones] > shape.chunk if shape.ones else np.full(len(ones), shape.longs > 0)
-    host["longs"][: is_long.sum()] = slots[ones[is_long]]
-    host["ones"][: len(ones) - is_long.sum()] = slots[ones[~is_long]]
-    prompts = np.flatnonzero(q_lens > 1)
-    counts = -(-q_lens[prompts] // tile_queries)
-    seq = prompts.repeat(counts)
-    first = (np.arange(len(seq)) - (counts.cumsum() - counts).repeat(counts)) * tile_queries
-    order = np.argsort(-(ends[seq] - q_lens[seq] + first), kind="stable")
-    host["tile_seqs"][: len(seq)] = slots[seq[order]]
-    host["tile_firsts"][: len(seq)] = first[order]
-
-
-def clear(host: Views, num_slots: int) -> None:
-    """A block of padding: tiles of slot N, which has no queries and no keys, and rows that are written nowhere."""
-    for name in (
-        "ids",
-        "positions",
-        "rows",
-        "seed",
-        "prompt",
-        "sample",
-        "position",
-        "contexts",
-        "q_starts",
-        "tile_firsts",
-    ):
-        host[name][:] = 0
-    host["kv_slots"][:] = -1
-    host["temperature"][:] = 1
-    for name in ("slots", "ones", "longs", "tile_seqs"):
-        host[name][:] = num_slots
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

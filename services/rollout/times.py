@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +44,17 @@ class StepTimes:
         """Back to nothing, in place."""
         for name, value in asdict(StepTimes()).items():
             setattr(self, name, value)
+
+
+@contextmanager
+def own_stream(device: str) -> Iterator[None]:
+    """On a GPU, makes it this thread's device and its work a stream of its own: other threads that stage weights there neither
+    wait for it nor hold it up."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        yield
 
 
 class Clock:

@@ -64,6 +64,11 @@ def certified(run: ServedRun, device: str = "cpu") -> Numerics:
     try:
         ops = build_ops(run.config.numerics, device)
         self_check(ops, run.dtype, linear_shapes=run.model.linear_shapes, heads=run.model.heads)
+        if ops.has_paged_kernels:
+            # Needs triton. Now, while another version may be served, and not within the swap.
+            from shared.models.merged import certify_merged
+
+            certify_merged(ops, run.model, run.dtype)
     except (InexactKernelError, ValueError) as error:
         raise UnservableRun(str(error)) from error
     return Numerics(ops, fingerprint(ops, run.dtype))

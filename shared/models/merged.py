@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shared.kernels import Ops
+from shared.kernels.certify import Table
 from shared.kernels.cuda.attention import CachedPlan, attend
 from shared.kernels.cuda.merged import MergedRows, silu_mul_halves
 from shared.kernels.cuda.ops import CudaOps
@@ -96,15 +98,15 @@ def _merge(*linears: Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def certify_merged(ops: CudaOps, config: ModelConfig, dtype: torch.dtype) -> None:
+def certify_merged(ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
     """Certifies the products of a merged decoder that the unmerged one lacks, and the head's.
 
     Raises:
         InexactKernelError: a shape without an exact product.
     """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    d, i, table = config.hidden_size, config.intermediate_size, ops.table
-    if not ops.keeps_table:
+    d, i = config.hidden_size, config.intermediate_size
+    if not isinstance(ops, CudaOps) or not isinstance(ops.table, Table):
         return
     for n, k, has_bias in (
         (q + 2 * kv, d, config.qkv_bias),
@@ -112,5 +114,5 @@ def certify_merged(ops: CudaOps, config: ModelConfig, dtype: torch.dtype) -> Non
         (2 * i, d, config.mlp_bias),
         (d, i, config.mlp_bias),
     ):
-        table.entry(n, k, dtype, dtype, has_bias=has_bias)  # type: ignore[union-attr]  # keeps_table says so
-    table.entry(config.vocab_size, d, dtype, torch.float32)  # type: ignore[union-attr]
+        ops.table.entry(n, k, dtype, dtype, has_bias=has_bias)
+    ops.table.entry(config.vocab_size, d, dtype, torch.float32)

