@@ -108,7 +108,7 @@ MODELS = (
 SMALL = Model("1.7B", 28, 2048, 6144, 16, 8, **QWEN3, is_tied=True)
 SIZES = (8, 64, 512)
 TOKENS = (16384, 32768)
-HEAD_ROWS = 1024
+HEAD_ROWS, HEAD_GRADIENT_ROWS = 1024, 2048
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Memory:
     """Two layers and the root in bfloat16; of one layer the gradient in bfloat16 and in float32, to be reduced."""
     activations: float
     head: float
-    """Logits of HEAD_ROWS rows and their gradient; the float32 gradient of the head's weight."""
+    """Logits of HEAD_ROWS rows, gradients of HEAD_GRADIENT_ROWS; the float32 gradient of the head's weight."""
 
     @property
     def total(self) -> float:
@@ -143,7 +143,7 @@ def memory(model: Model, gpus: int, tokens: int, recompute: str) -> Memory:
         gathered=2 * (2 * model.layer + model.root) + 6 * model.layer,
         # What is kept, and what one layer holds while it is computed again.
         activations=tokens * (model.layers * model.kept(recompute) + model.kept("none")),
-        head=HEAD_ROWS * model.vocab * 6 + 4 * model.vocab * model.hidden,
+        head=(4 * HEAD_ROWS + 2 * HEAD_GRADIENT_ROWS) * model.vocab + 4 * model.vocab * model.hidden,
     )
 
 

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 SEGMENT = 4096
 ROWS = 1024
 """Rows whose logits exist at one time in training."""
+GRADIENT_ROWS = 2048
+"""Rows whose logits' gradients do: adding to the weight's gradient costs its whole traffic, once for all of them."""
 
 
 class Head(NamedTuple):
@@ -218,7 +220,7 @@ class LmLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, targets, temperature, product):  # type: ignore[no-untyped-def, override]
         out = empty_head(hidden.shape[0], hidden.device)
-        for rows in _row_chunks(hidden.shape[0]):
+        for rows in _row_chunks(hidden.shape[0], ROWS):
             logits = product(hidden[rows], weight)
             read_head(logits, temperature[rows], targets=targets[rows], out=Head(*(x[rows] for x in out)))
         ctx.save_for_backward(hidden, weight, targets, temperature, out.lse, out.entropy)
@@ -235,24 +237,26 @@ class LmLogprob(torch.autograd.Function):
         grad_logprob, grad_entropy = grad_logprob.contiguous(), grad_entropy.contiguous()
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        grads = torch.empty(min(ROWS, hidden.shape[0]), vocab, dtype=hidden.dtype, device=hidden.device)
-        for rows in _row_chunks(hidden.shape[0]):
-            logits = ctx.product(hidden[rows], weight)
-            g = grads[: logits.shape[0]]
-            logit_gradient_kernel[(logits.shape[0], triton.cdiv(vocab, 4096))](
-                logits, targets[rows], temperature[rows], lse[rows], entropy[rows], grad_logprob[rows], grad_entropy[rows], g,
-                vocab, logits.stride(0), g.stride(0), BLOCK=4096, num_warps=8,
-            )  # fmt: skip
-            del logits
+        grads = torch.empty(min(GRADIENT_ROWS, hidden.shape[0]), vocab, dtype=hidden.dtype, device=hidden.device)
+        for block in _row_chunks(hidden.shape[0], GRADIENT_ROWS):
+            for chunk in _row_chunks(block.stop - block.start, ROWS):
+                rows = slice(block.start + chunk.start, block.start + chunk.stop)
+                logits, g = ctx.product(hidden[rows], weight), grads[chunk]
+                logit_gradient_kernel[(logits.shape[0], triton.cdiv(vocab, 4096))](
+                    logits, targets[rows], temperature[rows], lse[rows], entropy[rows], grad_logprob[rows], grad_entropy[rows],
+                    g, vocab, logits.stride(0), g.stride(0), BLOCK=4096, num_warps=8,
+                )  # fmt: skip
+                del logits
+            g = grads[: block.stop - block.start]
             if grad_hidden is not None:
-                torch.mm(g, weight, out=grad_hidden[rows])
+                torch.mm(g, weight, out=grad_hidden[block])
             if total is not None:
-                accumulate(total, g.t(), hidden[rows])
+                accumulate(total, g.t(), hidden[block])
         return grad_hidden, None if total is None else total.to(weight.dtype), None, None, None
 
 
-def _row_chunks(rows: int) -> Iterator[slice]:
-    return (slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS))
+def _row_chunks(rows: int, size: int) -> Iterator[slice]:
+    return (slice(r, min(r + size, rows)) for r in range(0, rows, size))
 
 
 def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
