@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before torch is imported anywhere: two processes with two threads each on two cores lose half to contention.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """Which modules share a process depends on the machine's pace, so what one sets in torch ends with it."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture(scope="session")

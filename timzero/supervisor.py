@@ -49,7 +49,7 @@ class Spec:
     """Waits up to the given seconds until the process serves; False when it does not yet."""
     address: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    ready_deadline_s: float = 120.0
+    ready_deadline_s: float = 300.0
     fatal_exit_codes: frozenset[int] = frozenset()
     """Exit codes after which another start can't help."""
 

@@ -112,7 +112,7 @@ def test_a_replica_that_holds_another_digest_or_is_full_is_tried_again_without_b
 
 def test_a_silent_stream_is_given_up_and_continued(url):
     async def test():
-        async with rig(url, stream_idle_s=0.3) as r:
+        async with rig(url, stream_idle_s=0.3, max_group_failures=1000) as r:
             (engine,) = r.engines
             engine.hold_at = 2
             await r.store.accept_prompts("r", [prompt(0)])

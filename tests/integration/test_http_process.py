@@ -146,7 +146,7 @@ def test_from_a_prompt_to_the_training_queue_and_out(
              "reward": {"mode": "exact_match", "answer": "0 1"}},
         ]))  # fmt: skip
         wait_for(client, run, "trajectory.awaiting_reward", 4)
-        assert client.ready()
+        assert client.ready(deadline_s=DEADLINE_S)
         assert client.trajectory(run, f"{run}.0.1")["text"] == "1 2 3"
         assert [client.trajectory(run, f"{run}.1.{i}")["reward"] for i in (0, 1)] == [1.0, 0.0]
         client.put_rewards(run, [{"trajectory_id": f"{run}.0.{i}", "value": i} for i in (0, 1)])

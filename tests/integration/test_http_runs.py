@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway, publish
 from timzero.client import ApiError, Client
 
@@ -170,7 +171,7 @@ def test_ready_needs_a_replica_while_a_run_is_active(
     assert http.get("/readyz").status_code == 200
     gateway.replicas = {}
     client.stop(run)
-    assert client.ready()
+    assert client.ready(deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("path", ["", "/trajectories", "/trajectories/x", "/trajectories/stream", "/evals", "/evals/0",
