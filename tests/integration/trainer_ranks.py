@@ -41,6 +41,7 @@ def train(learner: Learner, archive: str, out: Path) -> None:
             torch.save(
                 {
                     "sampled": sampled.view(torch.int32),
+                    "metrics": json.dumps(result.metrics),
                     "exact": result.mismatch.is_exact,
                     "compared": result.mismatch.compared_tokens,
                     "loss": result.metrics["loss"],

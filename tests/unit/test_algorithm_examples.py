@@ -122,6 +122,22 @@ def test_x3_and_x18_metrics() -> None:
     assert bucket["max_prefix"] == pytest.approx(0.8)
 
 
+def test_x6_ratios_multiply() -> None:
+    x = EXAMPLES["X6_losses"]
+    proximal, behaviour = (CURRENT - TRAIN).exp(), (CURRENT - ROLLOUT).exp()
+    close(proximal, flat(x["r_train"]))
+    close(behaviour, flat(x["r_behav"]))
+    assert float((proximal * DELTA.exp() - behaviour).abs().max()) <= max(2 * x["identity_maxerr"], 1e-15)
+
+
+def test_x18_zero_centred_contributions() -> None:
+    z = flat(EXAMPLES["X3_metrics"]["zero_centred_contrib"])
+    got = describe(TRAIN, ROLLOUT, DELTA.exp(), ADVANTAGE, SEQUENCE)
+    close(ADVANTAGE * DELTA.expm1(), z)
+    assert got["skew_of_positive_advantages"] == pytest.approx(float(z[ADVANTAGE > 0].sum()), rel=1e-9)
+    assert got["skew_of_negative_advantages"] == pytest.approx(float(z[ADVANTAGE < 0].sum()), rel=1e-9)
+
+
 def test_x6_and_x7_losses_and_gradients() -> None:
     clip: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
     cases = {
@@ -262,6 +278,21 @@ def test_x12_kl_values_and_logit_gradients() -> None:
     assert expectation("k3+", mu)[0] == pytest.approx(x["E_mu_k3"], rel=1e-9)
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         kl_penalty("k3", p, q)
+
+
+def test_x12_why_k3_has_the_value_of_one_direction_and_not_the_gradient_of_the_other() -> None:
+    x = EXAMPLES["X12_kl"]
+    p, q = double(x["p"]), double(x["q"])
+    close((p * (p / q).log()).sum(), x["KL_pq"])
+    close((q * (q / p).log()).sum(), x["KL_qp"])
+    delta = p.log() - q.log()
+    close((p * k3(-delta)).sum(), x["KL_pq"])
+    close((p * k3(delta)).sum(), x["E_k3_wrong_orientation"])
+    logits = p.log().requires_grad_()
+    plain = (p * k3(q.log() - logits.log_softmax(0))).sum()
+    # The gradient of plain k3 is that of KL(reference || policy), p - q; k3+ has that of the other direction.
+    close(torch.autograd.grad(plain, logits)[0], x["grad_k3"])
+    close(p - q, x["grad_k3"])
 
 
 @pytest.mark.parametrize("x", EXAMPLES["X13_filters"], ids=lambda x: x["name"])
