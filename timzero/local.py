@@ -130,6 +130,13 @@ class LocalStack:
         process.wait_ready()
         return process
 
+    def remove_replica(self, name: str) -> None:
+        """Ends a rollout process for good and returns when it has ended."""
+        process = self._processes[name]
+        process.terminate()
+        if not process.join(STOP_DEADLINE_S):
+            self._announce(f"{name} did not stop within {STOP_DEADLINE_S:.0f} s and was killed")
+
     def failed(self) -> list[Process]:
         """Processes that were given up."""
         return [p for p in self if p.state is ProcessState.FAILED]

@@ -30,7 +30,7 @@ AWAITING = ("accepted", "generating", "awaiting_reward")
 """States from which a trajectory may still ask for a reward."""
 REWARD_SOURCE = "default"
 REWARD_BATCH = 256
-WAITING_REASONS = ("operator",)
+WAITING_REASONS = ("operator", "no_replica")
 """Reasons of a pause after which somebody is expected to resume the run; any other ends the driver."""
 
 

@@ -63,6 +63,7 @@ async def serve(config: GatewayConfig, keyring: Keyring) -> None:
         max_inflight_samples=config.dispatcher.max_inflight_samples,
         stream_idle_s=config.dispatcher.stream_idle_s,
         max_group_failures=config.dispatcher.max_group_failures,
+        no_replica_s=config.dispatcher.no_replica_s,
         rpc_timeout_s=config.rpc_timeout_s,
         decode=decode,
         on_chunk=progress.observe,

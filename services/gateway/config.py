@@ -16,9 +16,16 @@ class DispatcherConfig:
     """Silence of a Generate stream after which its replica is asked whether it samples at all; if not, the stream is broken."""
     max_group_failures: int = 5
     """Faults of one group before the run is paused with reason infra_error."""
+    no_replica_s: float = 30.0
+    """A run that has something to generate, but for so long no replica that is not ejected, is paused with reason no_replica. It
+    goes on by itself as soon as there is one."""
 
     def __post_init__(self) -> None:
-        if self.max_inflight_samples < 1 or self.max_group_failures < 1 or not self.stream_idle_s > 0:
+        if (
+            self.max_inflight_samples < 1
+            or self.max_group_failures < 1
+            or not min(self.stream_idle_s, self.no_replica_s) > 0
+        ):
             raise ValueError(f"every value must be above 0, got {self}")
 
 

@@ -1,5 +1,8 @@
 """Prompts to replicas and finished samples back, under the one version that unfinished work needs.
 
+Under max_lag that version is the newest, replicas sample with any that is not too old for the prompt, and a sample goes on
+when its replica takes a newer one on.
+
     R:todo, R:eval_todo ──▶ dispatch ──gRPC Generate──▶ replicas
                               │  ▲ fleet snapshots       │ chunks
          SetNeeded ◀──────────┘  └──── weight_sync       ▼
@@ -12,11 +15,14 @@ sampled again to the bit.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
-from services.gateway import plan
+from services.gateway import absence, plan
+from services.gateway.absence import Absence, Change
 from services.gateway.fleet import Fleet
 from services.gateway.flights import Decode, Flights
 from services.gateway.flow import FlowMetrics
@@ -49,13 +55,14 @@ class Dispatcher:
         max_inflight_samples: of one replica; a larger group goes to an idle one.
         stream_idle_s: silence of a Generate stream after which its replica is asked whether it samples at all.
         max_group_failures: faults of one group before the run is paused with reason infra_error.
+        no_replica_s: without a replica that is not ejected before the run is paused with reason no_replica.
         decode: needed once a prompt asks for exact match.
         on_chunk: sees the chunks of evaluation samples, for streamed completions.
     """
 
     def __init__(
         self, store: RunStore, weight_sync_address: str, *, max_inflight_samples: int = 256,
-        stream_idle_s: float = 60.0, max_group_failures: int = 5, rpc_timeout_s: float = 10.0,
+        stream_idle_s: float = 60.0, max_group_failures: int = 5, no_replica_s: float = 30.0, rpc_timeout_s: float = 10.0,
         decode: Decode | None = None, on_chunk: OnChunk | None = None,
     ) -> None:  # fmt: skip
         self._store = store
@@ -73,10 +80,11 @@ class Dispatcher:
             on_chunk=on_chunk,
         )
         self._metrics = FlowMetrics()
+        self._absence = Absence(no_replica_s)
         self._run = ""
         """Name of the run that was adopted."""
         self._step: int | None = None
-        """The version that everything in flight is sampled by."""
+        """The version that everything in flight is sampled by; under max_lag the newest one that anything is."""
 
     def replicas_by_state(self) -> Mapping[str, int]:
         """As weight_sync last said."""
@@ -110,6 +118,7 @@ class Dispatcher:
                 horizon = await self._lifecycle.horizon(run.run)
                 evals = await self._drop_lost(run.run, horizon.evals)
                 await self._flights.review(run, self._fleet.snapshot.replicas)
+                await self._look_for_replicas(run, has_work=horizon.is_open)
                 version = await self._agree_on_version(run, horizon.first_open, evals)
                 if version is not None and run.state is not RunState.PAUSED:
                     await self._send(tasks, run, version, evals)
@@ -125,6 +134,19 @@ class Dispatcher:
         num_reset = await self._lifecycle.reset_generating(run.run)
         log.info("dispatching", run=run.run, state=run.state.value, reset=num_reset)
         self._run, self._step = run.run, None
+
+    async def _look_for_replicas(self, run: RunRecord, *, has_work: bool) -> None:
+        """Pauses a run that nobody can generate for, so that somebody hears of it, and resumes it."""
+        replicas = self._fleet.snapshot.replicas
+        change = self._absence.look(
+            run, replicas, has_work=has_work, is_known=self._fleet.is_told, now=time.monotonic()
+        )
+        if change is Change.PAUSE:
+            detail = absence.describe(replicas)
+            if await self._lifecycle.pause(run.run, reason=absence.NO_REPLICA, detail=detail):
+                log.error("paused: no replica", run=run.run, detail=detail)
+        elif change is Change.RESUME and await self._lifecycle.resume(run.run, only=absence.NO_REPLICA):
+            log.info("resumed: there is a replica", run=run.run)
 
     async def _drop_lost(self, run: str, evals: Sequence[EvalRecord]) -> list[EvalRecord]:
         """Drops evaluations whose version is gone, and returns the others."""
@@ -156,11 +178,13 @@ class Dispatcher:
             first_open=first_open,
             pinned={e.step for e in evals},
             published=versions,
+            current=self._step,
+            is_moving=plan.is_moving(self._fleet.snapshot.replicas, self._step),
         )
-        if step is None:
-            return None
-        if step != self._step and self._flights.num_samples:
-            # Replicas swap as soon as weight_sync is told, and a swap under pinned samples would mix versions.
+        flights = self._flights
+        if step is None or not plan.may_change(
+            self._step, step, num_samples=flights.num_samples, num_pinned=flights.num_pinned_samples
+        ):
             return None
         self._step = step
         return versions.get(step) if await self._fleet.tell_needed(run.run, step) else None
@@ -172,18 +196,27 @@ class Dispatcher:
         pending = [w for w in await self._pending(run, version, evals) if w.group_id not in self._flights]
         replicas = self._fleet.snapshot.replicas
         share = plan.fair_share(replicas, [*self._flights.group_samples(), *(len(w.group.samples) for w in pending)])
+        load = self._flights.load()
         for work in pending:
             replica = plan.choose_replica(
                 replicas,
-                version=version,
-                load=self._flights.load(),
+                versions=self._usable_versions(run, work),
+                states=plan.READY if work.is_pinned else plan.SERVING,
+                load=load,
                 num_samples=len(work.group.samples),
                 max_inflight_samples=min(self._max_inflight_samples, share),
                 avoid=self._flights.suspended(),
             )
-            if replica is None:
-                return
-            self._flights.start(tasks, work, replica)
+            if replica is not None:
+                self._flights.start(tasks, replace(work, version=replica.version), replica)
+                load[plan.replica_key(replica)] += len(work.group.samples)
+
+    def _usable_versions(self, run: RunRecord, work: Work) -> list[ws.Version]:
+        if work.is_pinned:
+            return [work.version]
+        begun_by = self._flights.last_step(work.group_id, work.group.samples)
+        versions = self._fleet.versions(run.run)
+        return plan.usable_versions(run.config, work.group.number, versions, newest=work.version, begun_by=begun_by)
 
     async def _pending(self, run: RunRecord, version: ws.Version, evals: Sequence[EvalRecord]) -> list[Work]:
         config, name = run.config, run.run
@@ -196,13 +229,15 @@ class Dispatcher:
             if e.step == version.step:
                 groups += [(group, e.seed, True) for group in await self._lifecycle.pending_items(name, e.eval)]
         return [
-            Work(run=name, model=config.model, group=group, version=version, seed=seed, is_evaluation=is_evaluation)
+            Work(run=name, model=config.model, group=group, version=version, seed=seed, is_evaluation=is_evaluation,
+                 is_pinned=is_evaluation or config.max_lag is None)
             for group, seed, is_evaluation in groups
-        ]
+        ]  # fmt: skip
 
     async def _rest(self) -> None:
-        release_s = self._flights.next_release_s()
-        wait_s = min([MAX_WAIT_S, *([] if release_s is None else [release_s]), *([] if self._fleet.is_told else [1.0])])
+        times = (self._flights.next_release_s(), self._absence.left_s(time.monotonic()))
+        # One that has passed waits for an event: of the pause that it led to, or of the resumption.
+        wait_s = min([MAX_WAIT_S, *(t for t in times if t and t > 0), *([] if self._fleet.is_told else [1.0])])
         try:
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

@@ -102,6 +102,16 @@ class Flights:
         """Samples of each group in flight."""
         return [len(f.samples) for f in self._flights.values()]
 
+    @property
+    def num_pinned_samples(self) -> int:
+        """Those under whose replica no version may be swapped."""
+        return sum(len(f.samples) for f in self._flights.values() if f.work.is_pinned)
+
+    def last_step(self, group_id: str, samples: Sequence[int]) -> int:
+        """Policy step of the last token received of any of these samples; -1 when there is none."""
+        partials = (self._partials.get(f"{group_id}.{i}") for i in samples)
+        return max((p.last_step for p in partials if p is not None), default=-1)
+
     def load(self) -> Counter[ReplicaKey]:
         """Samples in flight by replica."""
         load: Counter[ReplicaKey] = Counter()
@@ -241,12 +251,8 @@ class Flights:
     def _partial(self, work: Work, index: int) -> PartialSample:
         trajectory_id = f"{work.group_id}.{index}"
         partial = self._partials.get(trajectory_id)
-        # One that is finished was not stored, and one of another digest is of weights that were replaced.
-        if (
-            partial is None
-            or partial.finish_reason
-            or {s.manifest_digest for s in partial.spans} - {work.version.digest}
-        ):
+        # One that is finished was not stored, and one of another version is of weights that were replaced.
+        if partial is None or partial.finish_reason or not partial.can_go_on(work.version, is_pinned=work.is_pinned):
             partial = PartialSample(
                 trajectory_id=trajectory_id, sample_index=index, max_tokens=work.group.prompt.sampling.max_tokens
             )

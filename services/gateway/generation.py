@@ -31,6 +31,8 @@ class Work:
     version: ws.Version
     seed: int
     is_evaluation: bool
+    is_pinned: bool = True
+    """Whether `version` samples every token; under max_lag a later one may go on behind it."""
 
     @property
     def group_id(self) -> str:
@@ -94,7 +96,7 @@ async def generate(
             sample = by_id.get(chunk.trajectory_id)
             if sample is None:
                 raise ProtocolViolation(f"chunk of {chunk.trajectory_id!r}, which was not asked for")
-            sample.add(chunk, version=work.version, replica=replica)
+            sample.add(chunk, version=work.version, replica=replica, is_pinned=work.is_pinned)
             if on_chunk is not None:
                 on_chunk(chunk)
             if sample.finish_reason is not None:

@@ -42,12 +42,30 @@ class PartialSample:
     fingerprint: str = ""
     finish_reason: FinishReason | None = None
 
-    def add(self, chunk: pb.GenerateChunk, *, version: ws.Version, replica: str) -> None:
-        """Appends a chunk. Raises ProtocolViolation with what is wrong with it."""
+    @property
+    def last_step(self) -> int:
+        """Policy step that sampled the last token; -1 before the first one."""
+        return self.spans[-1].policy_step if self.spans else -1
+
+    def can_go_on(self, version: ws.Version, *, is_pinned: bool) -> bool:
+        """Whether this version may sample the next token: it sampled all before it or, not pinned, comes behind those."""
+        return all(
+            s.lineage == version.lineage
+            and (s.manifest_digest == version.digest if s.policy_step == version.step else not is_pinned)
+            and s.policy_step <= version.step
+            for s in self.spans
+        )
+
+    def add(self, chunk: pb.GenerateChunk, *, version: ws.Version, replica: str, is_pinned: bool = True) -> None:
+        """Appends a chunk. Raises ProtocolViolation with what is wrong with it.
+
+        Args:
+            version: that samples every token or, not pinned, the next one, with later ones behind it.
+        """
         token_ids = int32_array(chunk.token_ids).tolist()
         logprobs = float32_array(chunk.logprobs)
         top1 = int32_array(chunk.top1).tolist()
-        self._check(chunk, token_ids, logprobs, top1, version)
+        self._check(chunk, token_ids, logprobs, top1, version, is_pinned)
         start = len(self.token_ids)
         if token_ids:
             self.token_ids += token_ids
@@ -64,8 +82,9 @@ class PartialSample:
             self.finish_reason = FinishReason(chunk.finish_reason)
 
     def _check(
-        self, chunk: pb.GenerateChunk, token_ids: list[int], logprobs: np.ndarray, top1: list[int], version: ws.Version
-    ) -> None:
+        self, chunk: pb.GenerateChunk, token_ids: list[int], logprobs: np.ndarray, top1: list[int], version: ws.Version,
+        is_pinned: bool,
+    ) -> None:  # fmt: skip
         problem = ""
         got = ws.Version(lineage=chunk.lineage, step=chunk.policy_step, digest=chunk.manifest_digest)
         total = len(self.token_ids) + len(token_ids)
@@ -73,8 +92,10 @@ class PartialSample:
             problem = "a chunk behind the end"
         elif chunk.start != len(self.token_ids):
             problem = f"tokens start at {chunk.start}, expected {len(self.token_ids)}"
-        elif got != version:
+        elif got != version and (is_pinned or got.step <= version.step):
             problem = f"tokens of version {_name(got)}, asked for {_name(version)}"
+        elif not self.can_go_on(got, is_pinned=is_pinned):
+            problem = f"tokens of version {_name(got)} behind those of step {self.last_step}"
         elif not len(token_ids) == len(logprobs) == len(top1):
             problem = f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(top1)} top-1 ids"
         elif not np.isfinite(logprobs).all():

@@ -59,7 +59,9 @@ class Learner:
     ) -> None:
         self.decoder, self.config, self.dtype, self.world = decoder, config, dtype, world
         self.optimizer = build_optimizer(decoder, config.optimizer)
-        self.copies = ForwardCopies(decoder, dtype, lag=config.lag, behind=behind, run=config.run, directory=directory)
+        self.copies = ForwardCopies(
+            decoder, dtype, lag=config.oldest_lag, behind=behind, run=config.run, directory=directory
+        )
         self.kl_coef = config.algorithm.kl_coef
         """As adapted so far; part of the checkpoint."""
         self._scorer = Scorer(decoder, self.copies, config, dtype, world)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,17 @@ class Link:
 
         self._epoch = self._ask(ask)
 
-    def lease(self, run: str, step: int) -> list[Group] | None:
+    def lease(self, run: str, step: int, *, digests: Collection[str] | None = None) -> list[Group] | None:
         """The complete batch; None if it is not there, or the run is paused, after `poll_s`.
+
+        Args:
+            digests: of the versions held here; under max_lag a group with tokens of another one is dropped. None: any.
 
         Raises Stopping, RunEnded, Refused.
         """
 
         def ask() -> list[bytes] | None:
-            groups = self._queue.lease(run, step, epoch=self._epoch, deadline_s=self._config.poll_s)
+            groups = self._queue.lease(run, step, epoch=self._epoch, deadline_s=self._config.poll_s, digests=digests)
             return None if groups is None else [encode_group(g) for g in groups]
 
         groups = self._slice(ask)

@@ -100,7 +100,8 @@ class Session:
 
     def _wait_for_batch(self, step: int) -> list[Group]:
         """Its groups; waits for them, and while the run is paused."""
-        while (groups := self._link.lease(self.config.run, step)) is None:
+        held = {c.version.digest for c in self.learner.copies.held}
+        while (groups := self._link.lease(self.config.run, step, digests=held)) is None:
             # The batch may be held back until a checkpoint frees the queue.
             self.settle_checkpoint()
             # A batch that needs a version which weight_sync lost would be waited for in vain.
@@ -217,7 +218,7 @@ class Session:
             return
         self.durable_step = step
         self._link.commit_trained(self.config.run, durable_step=step, archive=self._archive)
-        self._link.retain(self.config.run, max(0, step - self.config.lag))
+        self._link.retain(self.config.run, max(0, step - self.config.oldest_lag))
         report.export_checkpoint(self.config.run, step)
         self._board.set(checkpoint_step=step)
         log.info("checkpoint durable", run=self.config.run, step=step)

@@ -35,6 +35,8 @@ class Horizon:
 
     first_open: int
     """Smallest prompt number beyond the checkpoint that is not entirely generated; one that was not posted yet is not."""
+    is_open: bool
+    """Whether a prompt that was posted is not entirely generated."""
     evals: tuple[EvalRecord, ...]
     """Unfinished evaluations, oldest first, without items and samples."""
 
@@ -70,7 +72,7 @@ class Lifecycle:
         hashes = await self._store.pipelined([("HGETALL", key(run, f"eval:{i}")) for i in eval_ids])
         evals = tuple(replace(stored.eval_record(run, i, h), items=()) for i, h in zip(eval_ids, hashes, strict=True))
         first_open = min([int(next_number), *map(int, todo)])
-        return Horizon(first_open=max(first_open, int(durable_step) * int(size)), evals=evals)
+        return Horizon(first_open=max(first_open, int(durable_step) * int(size)), is_open=bool(todo), evals=evals)
 
     async def pending_prompts(self, run: str, *, first: int, end: int) -> list[PendingGroup]:
         """Prompts numbered first <= number < end with something to generate, in number order."""
@@ -142,6 +144,13 @@ class Lifecycle:
         """Pauses the run if it is running. Returns whether it was."""
         answer = await self._store.call(
             "set_run_state", run, time.time(), RunState.PAUSED.value, reason, detail, "", RunState.RUNNING.value
+        )
+        return answer == b"ok"
+
+    async def resume(self, run: str, *, only: str) -> bool:
+        """Lets the run go on if it is paused for this reason. Returns whether it was."""
+        answer = await self._store.call(
+            "set_run_state", run, time.time(), RunState.RUNNING.value, "", "", "", RunState.PAUSED.value, only
         )
         return answer == b"ok"
 

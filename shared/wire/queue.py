@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -26,7 +26,7 @@ from shared.wire.codec import CodecError, decode_group
 from shared.wire.durability import MARK
 from shared.wire.records import Fenced, NotDurable, RunOver, RunRecord
 from shared.wire.run import RunConfig, RunState
-from shared.wire.types import Group, SpanKind
+from shared.wire.types import DropReason, Group, SpanKind
 from shared.wire.valkey import key
 
 __all__ = ["Fenced", "RunOver", "TrainQueue"]
@@ -104,13 +104,19 @@ class TrainQueue:
                  pending_groups=len(self._groups))  # fmt: skip
         return epoch
 
-    def lease(self, run: str, step: int, *, epoch: int, deadline_s: float) -> list[Group] | None:
+    def lease(
+        self, run: str, step: int, *, epoch: int, deadline_s: float, digests: Collection[str] | None = None
+    ) -> list[Group] | None:
         """The complete batch `step` in prompt-number order; its trajectories become LEASED(step). None at the deadline.
 
-        Blocks while the run is paused. Groups dropped by an operator's decision (poison, then resume) are missing from it.
-        Raises Fenced, RunOver.
+        Blocks while the run is paused. Groups dropped by an operator's decision (poison, then resume) are missing from it,
+        and under max_lag those that no trainer can train. Raises Fenced, RunOver.
+
+        Args:
+            digests: of the versions that the trainer holds; None: any.
         """
-        size = self.get_run(run).config.prompts_per_step
+        config = self.get_run(run).config
+        size = config.prompts_per_step
         numbers = range(step * size, (step + 1) * size)
         deadline = time.monotonic() + deadline_s
         while True:
@@ -118,6 +124,8 @@ class TrainQueue:
             dropped = {int(n) for n in self._client.smembers(key(run, "dropped"))}
             batch = [n for n in numbers if n not in dropped]
             missing = [n for n in batch if n not in self._groups]
+            if self._drop_unusable(config, [n for n in batch if n in self._groups], epoch, digests):
+                continue
             # Without numbers the script only checks the fence and the run's state.
             answer = self._call("lease", run, time.time(), epoch, step, self._durable[0], *([] if missing else batch))
             if answer == b"forgotten":
@@ -135,6 +143,17 @@ class TrainQueue:
                 self._wait(key(run, "events"), cursor, min(deadline, time.monotonic() + _SLICE_S))
             elif not self._read_new(run, epoch, deadline):
                 self._fetch(run, epoch, missing)
+
+    def _drop_unusable(
+        self, config: RunConfig, numbers: Sequence[int], epoch: int, digests: Collection[str] | None
+    ) -> bool:
+        """The hard check of max_lag. Whether a group was dropped."""
+        reasons = {n: reason for n in numbers if (reason := unusable(config, self._groups[n], digests))}
+        for number, reason in reasons.items():
+            log.warning("group dropped", run=config.run, number=number, reason=reason)
+            self._call("drop_group", config.run, time.time(), epoch, number, reason.value)
+            del self._groups[number]
+        return bool(reasons)
 
     def record_step(self, run: str, step: int, metrics: Mapping[str, Any], *, epoch: int) -> None:
         """Appends to the run's steps (JSON: finite numbers, strings, lists) and advances its `step` to step + 1.
@@ -283,6 +302,25 @@ def _validated(config: RunConfig, fields: Mapping[bytes, bytes]) -> Group:
         if trajectory.reward is None:
             raise CodecError(f"trajectory {trajectory.trajectory_id} has no reward")
         found = {s.policy_step for s in trajectory.spans if s.kind is SpanKind.SAMPLED} - {version}
-        if found:
+        if found and config.max_lag is None:
             raise CodecError(f"trajectory {trajectory.trajectory_id} has tokens of versions {found}, not {version}")
     return group
+
+
+def unusable(config: RunConfig, group: Group, digests: Collection[str] | None) -> DropReason | None:
+    """Why no step may train this group, if so: under max_lag its oldest token is too old, or a version of it is none that exists.
+
+    Args:
+        digests: of the versions that the trainer holds when it is at the group's batch; None: any.
+    """
+    if config.max_lag is None:
+        return None
+    batch = config.batch_of(group.prompt_number)
+    spans = [(t, s) for t in group.trajectories for s in t.spans if s.kind is SpanKind.SAMPLED]
+    if any(s.policy_step < config.version_for(batch) for _, s in spans):
+        return DropReason.STALE
+    # Tokens of another engine are no version's of ours.
+    ours = {s.manifest_digest for t, s in spans if not t.sampler}
+    if (digests is not None and ours - set(digests)) or any(s.policy_step > batch for _, s in spans):
+        return DropReason.ORPHAN_LINEAGE
+    return None

@@ -264,3 +264,35 @@ def test_a_fault_in_a_loop_ends_the_dispatcher_loudly(url):
             assert caught.group_contains(RuntimeError, match="exact match")
 
     run_async(test)
+
+
+def test_a_run_whose_lone_replica_is_ejected_is_paused_with_the_reason_and_goes_on_when_another_comes(url):
+    async def test():
+        async with rig(url, no_replica_s=0.3) as r:
+            (engine,) = r.engines
+            engine.state, engine.reason = "ejected", "probe: 1 logprob differs"
+            await r.sync.change()
+            await r.store.accept_prompts("r", [prompt(0)])
+            await r.until(lambda: is_state(r.store, RunState.PAUSED))
+            run = await r.store.get_run("r")
+            assert run.reason == "no_replica"
+            assert "replica-0: probe: 1 logprob differs" in run.detail
+            await r.add_engine(Engine("replica-1"))
+            await r.states(awaiting_reward=2)
+            assert (await r.store.get_run("r")).state is RunState.RUNNING
+            await assert_exact(r.store, 0, step=0, replicas={"replica-1"})
+
+    run_async(test)
+
+
+def test_an_operators_pause_is_not_ended_by_a_replica_that_comes(url):
+    async def test():
+        async with rig(url, num_engines=0, no_replica_s=0.2) as r:
+            await r.store.accept_prompts("r", [prompt(0)])
+            await r.until(lambda: is_state(r.store, RunState.PAUSED))
+            await r.store.set_run_state("r", RunState.PAUSED, reason="operator")
+            assert not await Lifecycle(r.store).resume("r", only="no_replica")
+            run = await r.store.get_run("r")
+            assert (run.state, run.reason) == (RunState.PAUSED, "operator")
+
+    run_async(test)

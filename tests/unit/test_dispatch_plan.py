@@ -73,7 +73,7 @@ def test_an_evaluation_is_lost_when_its_version_was_retired_or_replaced_but_not_
 
 
 def choose(replicas, **values):
-    arguments = {"version": version(1), "load": {}, "num_samples": 8, "max_inflight_samples": 16} | values
+    arguments = {"versions": [version(1)], "load": {}, "num_samples": 8, "max_inflight_samples": 16} | values
     found = plan.choose_replica(replicas, **arguments)
     return found and found.replica
 
@@ -83,12 +83,12 @@ def test_the_least_loaded_ready_replica_of_the_version_gets_the_group():
     assert choose(fleet) == "a"
     assert choose(fleet, load={("a", "1"): 8}) == "b"
     assert choose(fleet, load={("a", "1"): 8}, avoid={("b", "1")}) == "a"
-    assert choose(fleet, version=version(2)) is None
+    assert choose(fleet, versions=[version(2)]) is None
 
 
 def test_a_version_of_equal_weights_but_another_step_is_another_version():
     other = ws.Version(lineage=0, step=2, digest=version(1).digest)
-    assert choose([replica("a", 1)], version=other) is None
+    assert choose([replica("a", 1)], versions=[other]) is None
 
 
 def test_a_full_replica_gets_nothing_and_a_group_above_the_bound_waits_for_an_idle_one():
@@ -112,3 +112,74 @@ def test_a_share_is_an_equal_part_of_the_groups_over_the_replicas_that_live():
     assert plan.fair_share(fleet, [8]) == 8
     assert plan.fair_share([], [4, 4]) == 8
     assert plan.fair_share(fleet, []) == 0
+
+
+def needed(config, first_open, published, **values):
+    return plan.needed_step(
+        config, is_over=False, first_open=first_open, pinned=values.pop("pinned", ()), published=published, **values
+    )
+
+
+def test_under_max_lag_the_newest_version_is_needed_and_before_the_first_publish_the_oldest_allowed():
+    run = config(max_lag=2)
+    assert needed(run, 0, ()) == 0
+    assert needed(run, 13, ()) == 1
+    assert needed(run, 13, (0, 1, 2)) == 2
+    assert needed(run, 13, (0, 1, 2), pinned=(1,)) == 1
+
+
+def test_no_version_is_used_for_a_batch_that_it_was_trained_on():
+    assert needed(config(max_lag=2), 9, (0, 1, 2, 3)) == 2
+
+
+def test_a_version_is_replaced_when_every_replica_has_taken_it_on_or_it_is_too_old():
+    run = config(max_lag=2)
+    assert needed(run, 8, (0, 1, 2), current=1, is_moving=True) == 1
+    assert needed(run, 8, (0, 1, 2), current=1, is_moving=False) == 2
+    assert needed(run, 16, (0, 1, 2, 3), current=1, is_moving=True) == 3
+
+
+def test_a_replica_is_moving_until_it_serves_the_version():
+    assert plan.is_moving([replica("a", 1), replica("b", 0, "preparing")], 1)
+    assert plan.is_moving([replica("a", None, "staged")], 1)
+    assert not plan.is_moving([replica("a", 1), replica("b", None, "ejected"), replica("c", None, "joining")], 1)
+    assert not plan.is_moving([replica("a", 1, "preparing")], 1)
+
+
+def test_running_samples_take_newer_versions_on_but_pinned_ones_and_older_versions_wait():
+    assert plan.may_change(1, 2, num_samples=8, num_pinned=0)
+    assert not plan.may_change(1, 2, num_samples=8, num_pinned=4)
+    assert not plan.may_change(2, 1, num_samples=8, num_pinned=0)
+    assert plan.may_change(2, 1, num_samples=0, num_pinned=0)
+    assert plan.may_change(1, 1, num_samples=8, num_pinned=8)
+    assert not plan.may_change(None, 1, num_samples=8, num_pinned=0)
+
+
+@given(max_lag=st.integers(0, 4), num_steps=st.integers(1, 9), size=st.integers(1, 5))
+def test_under_max_lag_a_version_generates_its_own_batch_and_those_after_it_that_it_is_not_too_old_for(
+    max_lag, num_steps, size
+):
+    run = config(lag=1, max_lag=max_lag, num_steps=num_steps, prompts_per_step=size)
+    for step in range(num_steps + 1):
+        batches = {run.batch_of(n) for n in plan.prompts_of(run, step)}
+        assert batches == {b for b in range(num_steps) if step <= b <= step + max_lag}
+
+
+def test_a_prompt_is_sampled_by_versions_that_are_new_enough_and_never_by_one_before_its_last_token():
+    run, versions = config(max_lag=2), [version(s) for s in range(5)]
+    usable = lambda newest, begun_by: [  # noqa: E731
+        v.step
+        for v in plan.usable_versions(run, 13, versions, newest=version(newest), begun_by=begun_by)
+    ]  # fmt: skip
+    assert usable(3, -1) == [1, 2, 3]
+    assert usable(2, -1) == [1, 2]
+    assert usable(3, 2) == [2, 3]
+    assert usable(2, 3) == []
+
+
+def test_a_replica_on_its_way_still_samples_with_what_it_serves():
+    fleet = [replica("a", 1, "preparing"), replica("b", 0, "staged"), replica("c", None, "preparing")]
+    versions = [version(0), version(1)]
+    assert choose(fleet, versions=versions) is None
+    assert choose(fleet, versions=versions, states=plan.SERVING) == "a"
+    assert choose(fleet, versions=versions[:1], states=plan.SERVING) == "b"

@@ -26,8 +26,7 @@ def render(data: ReportData) -> str:
         _card("Training-inference mismatch", "Trainer minus engine, same token, same weights.", charts.tim(data)),
         _card("Tokens compared", "Every trained token is scored again under the version that sampled it.",
               charts.differing(data)),
-        _card("Staleness", f"Fixed lag {config['lag']}: batch s is sampled by version max(0, s - {config['lag']}).",
-              charts.staleness(data)),
+        _card("Staleness", _staleness(config), charts.staleness(data)),
         _card("Throughput", "Sampled tokens trained on, per second of wall time.", charts.throughput(data)),
         _card("Step time", "Trainer phases; waiting is time without a complete batch.", charts.step_time(data)),
         _card("Entropy", "Of the sampled distribution, mean over tokens.", charts.entropy(data)),
@@ -49,6 +48,16 @@ def render(data: ReportData) -> str:
     )
 
 
+def _lag(config: Mapping[str, Any]) -> str:
+    return f"lag {config['lag']}" if config.get("max_lag") is None else f"max_lag {config['max_lag']}"
+
+
+def _staleness(config: Mapping[str, Any]) -> str:
+    if config.get("max_lag") is None:
+        return f"Fixed lag {config['lag']}: batch s is sampled by version max(0, s - {config['lag']})."
+    return f"No token of batch s is sampled by a version before s - {config['max_lag']}; the mean of each step."
+
+
 def _header(data: ReportData) -> str:
     run, config = data.run, data.run["config"]
     kind = {"completed": "", "failed": " bad"}.get(run["state"], " other")
@@ -57,7 +66,7 @@ def _header(data: ReportData) -> str:
     return (
         f'<h1>{html.escape(run["run"])}<span class="badge{kind}">{html.escape(run["state"] + reason)}</span></h1>'
         f'<p class="sub">{html.escape(config["model"])} · {html.escape(config["numerics"])} numerics · '
-        f"{config['prompts_per_step']} prompts × {config['samples_per_prompt']} samples a step · lag {config['lag']} · "
+        f"{config['prompts_per_step']} prompts × {config['samples_per_prompt']} samples a step · {_lag(config)} · "
         f"seed {config['seed']} · created {created}</p>"
     )
 

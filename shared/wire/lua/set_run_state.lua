@@ -1,4 +1,4 @@
--- ARGV: now, state, reason, detail, epoch ('': not a trainer), the only state to come from (absent: any)
+-- ARGV: now, state, reason, detail, epoch ('': not a trainer), the only state to come from and its only reason (absent: any)
 local old = redis.call('HGET', R .. ':run', 'state')
 if not old then return redis.error_reply('UNKNOWN_RUN ' .. RUN) end
 if ARGV[5] ~= '' then
@@ -7,6 +7,7 @@ if ARGV[5] ~= '' then
 end
 local new = ARGV[2]
 if ARGV[6] and old ~= ARGV[6] then return 'not ' .. ARGV[6] end
+if ARGV[7] and redis.call('HGET', R .. ':run', 'reason') ~= ARGV[7] then return 'not ' .. ARGV[7] end
 if old == new and (new == 'running' or is_over(new)) then return 'ok' end
 if is_over(old) then return redis.error_reply('RUN_OVER ' .. old) end
 redis.call('HSET', R .. ':run', 'state', new, 'reason', ARGV[3], 'detail', ARGV[4])

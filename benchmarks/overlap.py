@@ -1,0 +1,156 @@
+"""How far generation and training hide each other: one job with lag 0, lag 1 and max_lag 1, a step's time against both parts.
+
+`python -m benchmarks.overlap [--out FILE] [--reports DIR] [--tiny] [--only NAME ...] [key=value ...]`
+
+Runs benchmarks/loop.toml (or what the keys make of it, as `python -m benchmarks.loop` takes them) on services of its own, once
+for each setting. `generation_s` is the time of a step in which the replica computes, `training_s` that in which the trainer
+scores or trains; without overlap a step takes their sum and what neither needs, with a perfect one the larger of the two.
+`hidden` is the share of the smaller part that ran beside the larger one. DIR gets every run's report with its timeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import loop
+from benchmarks.harness import Record, Recorder, machine, report
+from benchmarks.timeline import Scraper, Series, split, windows
+from shared.wire.ports import HeldPort
+from timzero import model
+from timzero.connect import connect
+from timzero.display import TerminalDisplay
+from timzero.job import Job, load_job
+from timzero.local import stack_of
+from timzero.outcome import Outcome
+from timzero.report import collect, write
+from timzero.train import Driver
+
+SETTINGS = {"lag 0": ("lag=0",), "lag 1": ("lag=1",), "max_lag 1": ("max_lag=1",)}
+BASELINE = "lag 0"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one step."""
+
+    step: float
+    generation: float
+    training: float
+    overlapped: float
+
+    @property
+    def neither(self) -> float:
+        return max(0.0, self.step - self.generation - self.training + self.overlapped)
+
+    @property
+    def larger(self) -> float:
+        return max(self.generation, self.training)
+
+    @property
+    def hidden(self) -> float:
+        """Share of the smaller part that ran beside the larger one."""
+        return self.overlapped / max(min(self.generation, self.training), 1e-9)
+
+
+def run(job: Job, directory: Path, display: TerminalDisplay, page: Path | None) -> tuple[Outcome, Series]:
+    """The job on services of its own, and what its replica's counters said meanwhile.
+
+    Args:
+        page: where its report goes.
+    """
+    held = HeldPort()
+    table = replace(job.local, rollout={**job.local.rollout, "metrics_port": held.port})
+    with (
+        stack_of(table, directory, announce=display.note) as stack,
+        Scraper(f"http://127.0.0.1:{held.port}/metrics") as scraper,
+        connect(stack.base_url) as client,
+    ):
+        outcome = Driver(client, job, display, check=stack.check).drive()
+        if page is not None:
+            write(collect(client, job.run.run), page)
+    held.close()
+    return outcome, scraper.series
+
+
+def parts_of(outcome: Outcome, series: Series) -> list[Parts]:
+    """Of every step but the first two and the last."""
+    found = []
+    for window, row in windows([s.metrics for s in outcome.steps]):
+        seconds = split(window, row["phases"], series, loop.BUSY)
+        both = seconds["overlapped"]
+        found.append(
+            Parts(window[1] - window[0], seconds["generation"] + both, seconds["training"] + both, both)
+        )  # fmt: skip
+    return found
+
+
+def records(
+    name: str, job: Job, outcome: Outcome, steps: Sequence[Parts], baseline_s: float | None
+) -> Iterator[Record]:
+    """Args: baseline_s: a step without overlap."""
+    params = loop.settings(job) | {"lag": job.run.oldest_lag, "steps": len(steps)}
+
+    def record(metric: str, values: Sequence[float], unit: str) -> Record:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        spread = [round(low, 6), round(high, 6)]
+        return Record("overlap", name, params, job.run.numerics, metric, statistics.median(values), unit, spread=spread)
+
+    step = record("step_s", [p.step for p in steps], "s")
+    if baseline_s is not None:
+        step.baseline, step.ratio = BASELINE, baseline_s / step.value
+    yield step
+    for metric in ("generation", "training", "overlapped", "neither", "larger"):
+        yield record(f"{metric}_s", [getattr(p, metric) for p in steps], "s")
+    yield record("hidden", [p.hidden for p in steps], "of the smaller part")
+    yield record("step_to_larger", [p.step / max(p.larger, 1e-9) for p in steps], "of the larger part")
+    yield record("staleness", [s.lag for s in outcome.steps], "versions")
+    differing = sum(s.differing_bits for s in outcome.steps)
+    yield Record("overlap", name, params, job.run.numerics, "differing_bits", differing, "bits")
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file for the records")
+    parser.add_argument("--reports", type=Path, help="directory for one report a setting")
+    parser.add_argument("--tiny", action="store_true", help="a model of 76k parameters and few samples")
+    parser.add_argument("--only", action="append", choices=SETTINGS, help="one setting; may be given several times")
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = arguments(words)
+    recorder, problems, baseline_s = Recorder(args.out), [], None
+    for name in args.only or SETTINGS:
+        job = load_job(loop.CONFIG, [*(loop.TINY if args.tiny else ()), *args.keys, *SETTINGS[name]])
+        job = job.with_run(model=str(model.get(job.run.model)), run=name.replace(" ", "-"))
+        if job.run.num_steps < 4:
+            print(
+                f"num_steps must be at least 4, got {job.run.num_steps}: three of them are not timed", file=sys.stderr
+            )
+            return 2
+        page = args.reports / f"overlap-{job.run.run}.html" if args.reports else None
+        with tempfile.TemporaryDirectory(prefix="timzero-overlap-") as directory, TerminalDisplay(name) as display:
+            display.note(f"{name}: {loop.settings(job)} on {machine()}")
+            outcome, series = run(job, Path(directory) / "run", display, page)
+        steps = parts_of(outcome, series)
+        for record in records(name, job, outcome, steps, baseline_s):
+            recorder.add(record)
+        if name == BASELINE:
+            baseline_s = statistics.median(p.step for p in steps)
+        problems += [f"{name}: {problem}" for problem in outcome.problems]
+        recorder.save()
+    report(recorder.records)
+    for problem in problems:
+        print(f"error: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Weights that change under running samples, by the step, while things die: every span is its version's, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+
+import pytest
+
+from tests.chaos.chaos_testing import Chaos, Churn, Killer
+from tests.chaos.proxy import CUT, answers, full, sends
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_span_is_its_versions_while_a_hundred_samples_meet_a_version_a_step(rig: Chaos) -> None:
+    sampled = rig.opportunistic("hundred", max_lag=2, num_steps=20, prompts_per_step=12, checkpoint_interval=5)
+    assert max(len(s.steps) for s in sampled) > 2
+    assert sum(len(s.steps) > 1 for s in sampled) > len(sampled) / 4
+    changes = []
+    for t in rig.client.trajectories("hundred"):
+        changes += [(t["timestamps"]["generating"], 1), (t["timestamps"]["awaiting_reward"], -1)]
+    num_running = peak = 0
+    for _, change in sorted(changes):
+        num_running += change
+        peak = max(peak, num_running)
+    assert peak >= 100
+    # A version was published by every step, and each replica took most of them on, in order.
+    commits = [e["step"] for e in rig.events("rollout-0", "committed")]
+    assert all(a <= b for a, b in pairwise(commits))
+    assert len(set(commits)) > 10
+
+
+def test_a_replica_that_dies_while_it_computes_running_samples_again(rig: Chaos) -> None:
+    kill = Killer(rig, "rollout-1")
+    rig.front.once(answers("CommitWeights"), kill, skip=3)
+    sampled = rig.opportunistic("in-reprefill", max_lag=2, num_steps=8)
+    kill.wait_restarted()
+    assert any(len(s.replicas) > 1 for s in sampled)
+
+
+def test_a_lost_acknowledgement_of_a_commit_and_a_stream_that_breaks_off(rig: Chaos) -> None:
+    lost = rig.front.once(answers("CommitWeights"), lambda frame: CUT, skip=3)
+    cut = rig.front.once(answers("Generate"), lambda frame: CUT, skip=60)
+    rig.opportunistic("lost-commit", max_lag=1, num_steps=8)
+    assert lost.happened.is_set()
+    assert cut.happened.is_set()
+
+
+@pytest.mark.parametrize("moment", ["Generate", "PrepareWeights", "CommitWeights"])
+def test_a_replica_that_stands_still_holds_up_nobody(rig: Chaos, moment: str) -> None:
+    process = rig.stack["rollout-1"]
+    stopped = rig.front.once(answers(moment), lambda frame: process.kill(signal.SIGSTOP) and None, skip=3)
+    try:
+        rig.opportunistic(f"stopped-in-{moment}", max_lag=2, num_steps=8)
+        assert stopped.happened.is_set()
+    finally:
+        process.kill(signal.SIGCONT)
+
+
+def test_trainer_and_weight_sync_die_in_the_middle_of_a_publish(rig: Chaos) -> None:
+    kills = [Killer(rig, "trainer"), Killer(rig, "weight_sync")]
+    for kill, skip in zip(kills, (50, 110), strict=True):
+        rig.publish.once(full(sends("Publish")), kill, skip=skip)
+    rig.opportunistic("in-publish", max_lag=2, num_steps=8)
+    for kill in kills:
+        kill.wait_restarted()
+
+
+def test_replicas_that_come_and_go_at_random(rig: Chaos) -> None:
+    churn = Churn(rig, seed=3)
+    rig.opportunistic("elastic", max_lag=2, num_steps=20, after_step=churn)
+    assert len(set(churn.changes)) > 1
