@@ -366,8 +366,9 @@ def test_270_megabytes_stream_in_and_out_and_memory_stays_bounded(process: Proce
             f"\ngRPC stream of {megabytes:.0f} MB: publish {megabytes / (published - begin):.0f} MB/s (digests and fsync "
             f"included), fetch {megabytes / (fetched - published):.0f} MB/s (digests included), memory +{grown:.0f} MB"
         )
-    # Chunks in flight, not the version: how many are depends on the machine's load, and the allocator keeps them.
-    assert grown < megabytes * 2 / 3
+    # Chunks in flight, not the version: how many are depends on the machine's load, and the allocator keeps them. Whoever
+    # held the version would hold those on top of it.
+    assert grown < megabytes
 
 
 def peak_rss_mb(process: Process) -> float:

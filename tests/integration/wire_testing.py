@@ -44,7 +44,7 @@ def valkey_server(data_dir: Path, *, fsync: str = "always") -> Iterator[Embedded
 
 
 @asynccontextmanager
-async def open_store(url: str, *, durable_timeout_s: float = 5.0) -> AsyncIterator[RunStore]:
+async def open_store(url: str, *, durable_timeout_s: float = 10.0) -> AsyncIterator[RunStore]:
     store = await RunStore.connect(url, durable_timeout_s=durable_timeout_s)
     try:
         yield store
