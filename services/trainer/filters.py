@@ -155,7 +155,7 @@ def accept(
         config: rejection, rejection_bounds, filters.
     """
     delta_T, bad_T = finite_delta(train_T, rollout_T)
-    accepted_N = ~per_sequence(bad_T, sequence_T, num_sequences).bool()
+    accepted_N = is_finite(train_T, rollout_T, sequence_T, num_sequences)
     statistic_N = torch.zeros(num_sequences, dtype=torch.float64, device=train_T.device)
     rules = [f for f in config.all_filters if f.on.startswith("seq") or f.on in ("veto", "mult_prob_error")]
     for index, rule in enumerate(rules):
@@ -163,6 +163,12 @@ def accept(
         accepted_N &= kept_N
         statistic_N = values_N if index == 0 else statistic_N
     return Acceptance(accepted_N=accepted_N, statistic_N=statistic_N, num_nonfinite=int(bad_T.sum()))
+
+
+def is_finite(train_T: Tensor, rollout_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """[N] bool: no logprob of the sequence is missing. Waits for no device; arguments as for `accept`."""
+    _, bad_T = finite_delta(train_T, rollout_T)
+    return ~per_sequence(bad_T, sequence_T, num_sequences).bool()
 
 
 def keep_tokens(

@@ -21,10 +21,10 @@ from services.trainer.batch import Batch, MicroBatch, MiniStep
 from services.trainer.copies import ForwardCopies
 from services.trainer.decision import Decision, accept_all, decide, next_kl_coef
 from services.trainer.distributed import World
-from services.trainer.filters import accept
+from services.trainer.filters import is_finite
 from services.trainer.loss import policy_loss, token_scale
 from services.trainer.optimizer import apply, build_optimizer, learning_rate
-from services.trainer.policy import TokenScores, accumulate_gradients
+from services.trainer.policy import TokenScores, accumulate_gradients, to_device
 from services.trainer.scoring import Scorer, Scores
 from services.trainer.step_metrics import StepResult, step_result
 from shared.kernels import LogprobOutput
@@ -119,28 +119,33 @@ class Learner:
             config.aggregation_length,
         )
 
+        decided_T, advantage_T = decision.accepted_T(batch), decision.advantage_N[batch.sequence_T]
+
         def loss_of(micro: MicroBatch, output: LogprobOutput) -> Tensor:
-            sequence_T = batch.sequence_T[micro.tokens]
-            accepted_N = decision.acceptance.accepted_N
+            def part(values: Tensor) -> Tensor:
+                return to_device(values[micro.tokens], device)
+
+            sequence_T, rollout_T = part(batch.sequence_T), part(batch.rollout_T)
+            accepted_T = part(decided_T)
             if proximal_T is None:
                 own = output.logprob.detach()
-                alone = accept(own.cpu(), batch.rollout_T[micro.tokens], sequence_T, batch.num_sequences, config)
-                accepted_N = accepted_N & alone.accepted_N
+                # Nothing but a number that is missing rejects what was not decided before; the host need not know it now.
+                accepted_T = accepted_T & is_finite(own, rollout_T, sequence_T, batch.num_sequences)[sequence_T]
             else:
-                own = proximal_T[micro.tokens].to(device)
+                own = part(proximal_T)
             return policy_loss(
                 config,
                 logprob_T=output.logprob,
                 proximal_T=own,
-                rollout_T=batch.rollout_T[micro.tokens].to(device),
-                advantage_T=decision.advantage_N[sequence_T].to(device),
-                accepted_T=(accepted_N[sequence_T] & decision.keep_T[micro.tokens]).to(device),
-                scale_T=scale_T[micro.tokens].to(device),
-                sequence_T=sequence_T.to(device),
-                segment_T=batch.segment_T[micro.tokens].to(device),
+                rollout_T=rollout_T,
+                advantage_T=part(advantage_T),
+                accepted_T=accepted_T,
+                scale_T=part(scale_T),
+                sequence_T=sequence_T,
+                segment_T=part(batch.segment_T),
                 entropy_T=output.entropy,
                 mean_weight=decision.mean_weight,
-                reference_T=None if scores.reference_T is None else scores.reference_T[micro.tokens].to(device),
+                reference_T=None if scores.reference_T is None else part(scores.reference_T),
                 kl_coef=decision.kl_coef,
             ).loss
 

@@ -174,7 +174,7 @@ def as_global(decoder: Decoder, shards: Mapping[str, Tensor]) -> dict[str, DTens
 def score_micro_batch(decoder: Decoder, micro: MicroBatch, device: torch.device) -> LogprobOutput:
     """One forward; logprob and entropy carry gradients when they are enabled."""
     micro = on_device(micro, device)
-    positions = micro.layout.derived(("positions", device), lambda: _move(micro.layout.positions, device))
+    positions = micro.layout.derived(("positions", device), lambda: to_device(micro.layout.positions, device))
     output = decoder.score(micro.token_ids, positions, micro.layout, micro.rows, micro.targets, micro.temperature)
     if not torch.is_grad_enabled():
         # What a forward without a backward leaves gathered would outlive the next optimizer step.
@@ -187,14 +187,15 @@ def on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch with its tensors on the device; the host does not wait for the copies."""
     return replace(
         micro,
-        token_ids=_move(micro.token_ids, device),
-        rows=_move(micro.rows, device),
-        targets=_move(micro.targets, device),
-        temperature=_move(micro.temperature, device),
+        token_ids=to_device(micro.token_ids, device),
+        rows=to_device(micro.rows, device),
+        targets=to_device(micro.targets, device),
+        temperature=to_device(micro.temperature, device),
     )
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there; the host does not wait for the copy."""
     if tensor.device.type == device.type:
         return tensor
     # From pageable memory a copy would wait for everything that the device still has to do.
