@@ -76,14 +76,14 @@ async def post(
 
 async def _named(gateway: Gateway, run: str, prepared: Sequence[Offer | Problem]) -> list[Offer | Problem]:
     """The same with the full name of each group's version, or why that is not to be had."""
-    offers = [p for p in prepared if isinstance(p, Offer)]
-    known = await gateway.store.fingerprints(run, [o.group.prompt.number for o in offers])
-    # Posted again, a group needs no version, which may be retired by now.
-    is_new = {id(o): body is None for o, body in zip(offers, known, strict=True)}
-    versions = await gateway.versions(run) if any(is_new.values()) else []
+    numbers = [p.group.prompt.number for p in prepared if isinstance(p, Offer)]
+    bodies = await gateway.store.fingerprints(run, numbers)
+    # What was posted before needs no version, which may be retired by now.
+    taken = {number for number, body in zip(numbers, bodies, strict=True) if body is not None}
+    versions = await gateway.versions(run) if set(numbers) - taken else []
 
     def name(offer: Offer | Problem) -> Offer | Problem:
-        if isinstance(offer, Problem) or not is_new[id(offer)]:
+        if isinstance(offer, Problem) or offer.group.prompt.number in taken:
             return offer
         try:
             version = _version(offer, versions)

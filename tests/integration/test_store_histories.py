@@ -340,5 +340,6 @@ def test_histories_of_a_run_agree_with_the_model(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_many_histories_of_a_run_agree_with_the_model(tmp_path_factory):
     check(tmp_path_factory, max_examples=500, step_count=60)

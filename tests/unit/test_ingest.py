@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +107,11 @@ def test_anything_else_is_refused_by_name_and_breaks_nothing(sample: dict[str, A
 def test_text_is_told_why_it_can_not_be_trained() -> None:
     with pytest.raises(ValidationError, match="text can't be turned back into the ids that were sampled"):
         SampledGroup.model_validate(body([{"text": "yes", "finish_reason": "stop"}] * 2, [1]))
+
+
+def test_example_of_the_documentation_is_one() -> None:
+    section = (Path(__file__).parents[2] / "docs" / "http.md").read_text().split("## Trajectories sampled elsewhere")[1]
+    posted = json.loads(section.split("--json '")[1].split("}'\n```")[0].replace("'$DIGEST'", "d") + "}")
+    (item,) = SampledBatch.model_validate(posted).items
+    assert isinstance(item, SampledGroup)
+    assert item.version.digest == "d"
