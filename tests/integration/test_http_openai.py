@@ -27,13 +27,17 @@ def digests(config: dict[str, Any], run: str, weight_sync_address: str) -> list[
 
 
 class Engine:
-    """Samples what the test says for every evaluation sample of the run, as soon as it is accepted."""
+    """Samples what the test says for every evaluation sample of the run, as soon as it is accepted.
+
+    With `pieces` token by token, and the last one not before `seen` is set.
+    """
 
     def __init__(
         self, gateway: HttpGateway, client: Client, run: str, answers: Sequence[Sequence[int]], pieces: bool = False
     ):
         self._gateway, self._client, self._run = gateway, client, run
         self._answers, self._pieces = answers, pieces
+        self.seen = threading.Event()
         self._thread = threading.Thread(target=self._sample)
 
     def __enter__(self) -> Engine:
@@ -52,6 +56,7 @@ class Engine:
             for t, token_ids in zip(record.trajectories, self._answers, strict=True):
                 if self._pieces:
                     self._show(t.trajectory_id, token_ids)
+                    assert self.seen.wait(DEADLINE_S)
                 self._gateway.generate(self._run, t.trajectory_id, token_ids, finish=FinishReason.LENGTH)
             return
 
@@ -130,12 +135,19 @@ def test_chat_completion(
     assert choice["prompt_token_ids"][:2] == [1, 17]
 
 
-def stream_chunks(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must end with [DONE]."""
+def stream_chunks(
+    http: httpx.Client, path: str, body: dict[str, Any], seen: threading.Event | None = None
+) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end with [DONE]; `seen` is set when the first has come."""
+    data = []
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
-        data = [line[len("data: ") :] for line in response.iter_lines() if line.startswith("data: ")]
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                data.append(line.removeprefix("data: "))
+                if seen is not None:
+                    seen.set()
     assert data[-1] == "[DONE]"
     return [json.loads(d) for d in data[:-1]]
 
@@ -145,8 +157,8 @@ def test_chat_stream_comes_token_by_token(
 ) -> None:
     body = {"model": run, "messages": [{"role": "user", "content": "sort"}], "max_tokens": 8, "logprobs": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
-    with Engine(gateway, client, run, [[5, 6, 7, 8]], pieces=True):
-        chunks = stream_chunks(http, "/v1/chat/completions", body)
+    with Engine(gateway, client, run, [[5, 6, 7, 8]], pieces=True) as engine:
+        chunks = stream_chunks(http, "/v1/chat/completions", body, engine.seen)
     *pieces, last = chunks
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}

@@ -62,7 +62,7 @@ def busy(valkey_url: str, weight_sync_address: str, model: Path) -> Iterator[tup
 def serve_evaluations(gateway: HttpGateway, run: str) -> None:
     """Samples one token for every evaluation sample until the run is stopped."""
     with Client(gateway.url) as client:
-        for event in client.stream_events(run, deadline_s=300, types=["evaluation.accepted", "run.stopped"]):
+        for event in client.stream_events(run, deadline_s=3600, types=["evaluation.accepted", "run.stopped"]):
             if event.type == "run.stopped":
                 return
             record = gateway.call(gateway.store.get_eval(run, int(event.group_id.rpartition(".e")[2])))
