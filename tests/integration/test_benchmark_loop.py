@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import loop
+from benchmarks.harness import Record, Recorder
 
 
 @pytest.mark.slow
@@ -20,3 +21,16 @@ def test_the_loop_benchmark_finds_equal_bits_and_splits_every_second(tmp_path):
 
 def test_too_few_steps_are_refused():
     assert loop.main(["--tiny", "num_steps=3"]) == 2
+
+
+def test_only_the_same_setting_on_another_machine_is_compared(tmp_path):
+    def speed(samples, value):
+        params = {"model": "m", "samples": samples, "steps": value}
+        return Record("loop", "step", params, "exact", "tokens_per_s", value, "tokens/s", machine=f"machine {samples}")
+
+    recorder = Recorder(tmp_path / "other.json")
+    recorder.add(speed(8, 10))
+    recorder.save()
+    ours = [speed(8, 30), speed(512, 30)]
+    loop.compare(ours, tmp_path / "other.json")
+    assert [(r.baseline, r.ratio) for r in ours] == [("machine 8", 3.0), (None, None)]
