@@ -1,31 +1,46 @@
-"""Publishing over loopback and through a shared directory, all bytes and only what changed: bits first, then seconds.
+"""Weights from trainer to replica by every transport, all bytes and only what changed: bits first, then seconds.
 
-`python -m benchmarks.weight_sync [--out FILE] [--only smollm2 synthetic learning_rate]`
+`python -m benchmarks.weight_sync [--out FILE] [--only SECTION ...] [--steps N] [--bytes N] [--device cpu|cuda] [--tiny]`
+
+smollm2        SmolLM2 over gRPC, as deltas, through a directory and through shared memory
+synthetic      a model of --bytes by the same ways, one version at a time
+learning_rate  share of a version that changes, and that a delta takes, by learning rate
+delta          --steps of the main job: bytes of every publish, verified by a reader of its own
+serving        a real replica that samples while it takes versions: tokens/s during Prepare, pause, total
 
 weight_sync is a process of its own; this one is the trainer, then the replica. A version is fetched after it is published.
-Versions are bfloat16 casts of float32 masters, one AdamW step apart; random gradients move every weight by the whole learning
-rate, which is more than training does.
+Versions of smollm2 and learning_rate are bfloat16 casts of float32 masters, one AdamW step apart; random gradients move every
+weight by the whole learning rate, which is more than training does.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Record, arguments, report, save
+from benchmarks.harness import Record, report, save
+from benchmarks.weight_delta import training
+from benchmarks.weight_serving import serving
+from services.rollout.sources import Sources
+from services.trainer.config import TrainerConfig
+from services.trainer.offers import Offers, Slot
 from shared.config import unstructure
+from shared.transfer.arena import ArenaLayout
 from shared.wire import delta
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
@@ -39,9 +54,11 @@ LEARNING_RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 STEP_LR = 1e-5
 NUM_STEPS = 4
 """Versions of one timing; the first has no base and is left out."""
-DEADLINE_S = 300.0
+NUM_SYNTHETIC = 3
+DEADLINE_S = 600.0
+CPU = torch.device("cpu")
 
-Versions = list[dict[str, RawTensor]]
+Tensors = dict[str, RawTensor]
 
 
 def masters_of_model() -> dict[str, Tensor]:
@@ -56,14 +73,6 @@ def masters_of_model() -> dict[str, Tensor]:
         settled = (weights.float().view(torch.int32) + offset).view(torch.float32)
         masters[name] = torch.where(weights == 0, 0.0, settled)
     return masters
-
-
-def masters_of_size(num_bytes: int) -> dict[str, Tensor]:
-    """Normal weights of a model that takes `num_bytes` in bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (2048, 4096)
-    num_tensors = round(num_bytes / (2 * shape[0] * shape[1]))
-    return {f"layer.{i:03}.weight": 0.02 * torch.randn(shape, generator=generator) for i in range(num_tensors)}
 
 
 def adamw_step(masters: Mapping[str, Tensor], *, lr: float, seed: int) -> None:
@@ -84,12 +93,26 @@ def published(masters: Mapping[str, Tensor]) -> dict[str, RawTensor]:
     }
 
 
-def versions_of(masters: dict[str, Tensor]) -> Versions:
-    versions = [published(masters)]
+def versions_of(masters: dict[str, Tensor]) -> Iterator[Tensors]:
+    yield published(masters)
     for step in range(1, NUM_STEPS):
         adamw_step(masters, lr=STEP_LR, seed=step)
-        versions.append(published(masters))
-    return versions
+        yield published(masters)
+
+
+def synthetic_versions(num_bytes: int) -> Iterator[Tensors]:
+    """Of a model that takes `num_bytes` in bfloat16, each a copy of the one before with one element in 32 moved."""
+    rng = np.random.default_rng(0)
+    shape = (2048, 4096)
+    names = [f"layer.{i:03}.weight" for i in range(max(1, round(num_bytes / (2 * math.prod(shape)))))]
+    # Bits of numbers between 2^-7 and 2^-5.
+    words = {name: rng.integers(0x3C00, 0x3D00, shape, np.uint16) for name in names}
+    for step in range(NUM_SYNTHETIC):
+        if step:
+            words = {name: w.copy() for name, w in words.items()}
+            for w in words.values():
+                w.reshape(-1)[rng.integers(0, w.size, w.size // 32)] ^= 1
+        yield {name: RawTensor("bfloat16", shape, w.view(np.uint8)) for name, w in words.items()}
 
 
 def manifest_of(step: int, tensors: Mapping[str, RawTensor]) -> Manifest:
@@ -124,61 +147,113 @@ def same_bytes(a: Mapping[str, RawTensor], b: Mapping[str, RawTensor]) -> bool:
     return a.keys() == b.keys() and all(raw_view(a[n].data) == raw_view(b[n].data) for n in a)
 
 
-def timed(versions: Versions, root: Path, *, transport: str, is_delta: bool) -> dict[str, list[float]]:
+METRICS = {"digest_s": "s", "publish_s": "s", "fetch_s": "s", "total_s": "s", "stored_s": "s", "publish_bytes": "B"}
+"""digest: of the trainer; publish: until the version may be had; fetch: until the replica has it, verified; total: all three;
+stored: from then on until weight_sync has the bytes."""
+
+
+def timed(versions: Iterable[Tensors], root: Path, *, transport: str, is_delta: bool) -> dict[str, list[float]]:
     """Seconds and bytes of every step but the first. Raises AssertionError unless what arrives is what was published."""
-    found: dict[str, list[float]] = {"publish_s": [], "fetch_s": [], "total_s": [], "publish_bytes": []}
+    found: dict[str, list[float]] = {name: [] for name in METRICS}
     directory = root / "shared" if transport == "directory" else None
+    offers = Offers(TrainerConfig(transport="shm"), CPU) if transport == "shm" else None
+    sources = Sources("bench", CPU)
+    before: Tensors | None = None
     with (
         weight_sync(root / "data") as address,
-        Publisher(address, transport=transport, directory=directory, delta=is_delta) as publisher,  # type: ignore[arg-type]
+        Publisher(
+            address, transport="directory" if directory else "grpc", directory=directory, delta=is_delta
+        ) as publisher,
     ):
         for step, tensors in enumerate(versions):
-            manifest = manifest_of(step, tensors)
             begin = time.perf_counter()
-            publisher.publish(manifest, tensors, epoch=1, deadline_s=DEADLINE_S)
+            slot = filled(offers, tensors) if offers else None
+            manifest = manifest_of(step, slot.tensors() if slot else tensors)
+            if offers and slot:
+                offers.offer(manifest, slot)
+            digested = time.perf_counter()
+            publisher.publish(manifest, slot.tensors() if slot else tensors, epoch=1, deadline_s=DEADLINE_S)
             sent = time.perf_counter()
-            base = versions[step - 1] if manifest.base_digest else None
-            got = fetch(manifest, address=address, deadline_s=DEADLINE_S, base=base)
+            if slot:
+                got = {name: raw_of(t) for name, t in sources.copy(manifest, deadline_s=DEADLINE_S).items()}
+            else:
+                base = before if manifest.base_digest else None
+                got = fetch(manifest, address=address, deadline_s=DEADLINE_S, base=base)
             end = time.perf_counter()
+            publisher.settle(DEADLINE_S)
+            stored = time.perf_counter()
             assert same_bytes(got, tensors), f"{transport}, delta {is_delta}: step {step} arrived with other bytes"
             assert bool(manifest.base_digest) == (is_delta and step > 0)
             if step:
-                values = (sent - begin, end - sent, end - begin, publisher.sent.num_bytes)
-                for key, value in zip(found, values, strict=True):
+                times = digested - begin, sent - digested, end - sent, end - begin, stored - end
+                for key, value in zip(found, (*times, publisher.sent.num_bytes), strict=True):
                     found[key].append(value)
             publisher.retain("bench", step, epoch=1, deadline_s=DEADLINE_S)
+            before = tensors
+            del got
+    if offers:
+        offers.close()
     shutil.rmtree(root)
     return found
 
 
-def transports(name: str, masters: dict[str, Tensor]) -> list[Record]:
-    versions = versions_of(masters)
-    full_bytes = sum(t.nbytes for t in versions[0].values())
-    params = {"model": name, "bytes": full_bytes, "lr": STEP_LR}
+def filled(offers: Offers, tensors: Tensors) -> Slot:
+    """As the trainer gathers: one tensor after the other into a slot."""
+    slot = offers.room(ArenaLayout.of((n, t.dtype, t.shape) for n, t in tensors.items()))
+    assert slot is not None
+    for name, tensor in tensors.items():
+        slot.fill(name, torch.from_numpy(np.frombuffer(raw_view(tensor.data), np.uint8)))
+    slot.finish()
+    return slot
+
+
+def raw_of(tensor: Tensor) -> RawTensor:
+    data = tensor.view(-1).view(torch.uint8).numpy()
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def transports(
+    name: str, versions: Callable[[], Iterable[Tensors]], ways: Sequence[tuple[str, bool]], full_bytes: int
+) -> list[Record]:
+    """Args:
+    ways: (transport, whether as deltas); the first one is what the others are compared with.
+    """
+    params: dict[str, Any] = {"model": name, "bytes": full_bytes}
     records = []
-    full_s = 0.0
-    for transport, is_delta in (("grpc", False), ("grpc", True), ("directory", False)):
+    first_s = 0.0
+    for transport, is_delta in ways:
         root = Path(tempfile.mkdtemp(prefix="weight_sync_"))
-        found = timed(versions, root, transport=transport, is_delta=is_delta)
+        found = timed(versions(), root, transport=transport, is_delta=is_delta)
         case, mode = transport, "delta" if is_delta else "full"
         total_s = statistics.median(found["total_s"])
-        full_s = full_s or total_s
-        for metric, unit in (("publish_s", "s"), ("fetch_s", "s"), ("total_s", "s"), ("publish_bytes", "B")):
-            values = sorted(found[metric])
-            spread = [values[0], values[-1]]
-            records.append(
-                Record("weight_sync", case, params, mode, metric, statistics.median(values), unit, spread=spread)
-            )
+        first_s = first_s or total_s
+        for metric, unit in METRICS.items():
+            spread = [min(found[metric]), max(found[metric])]
+            value = statistics.median(found[metric])
+            records.append(Record("weight_sync", case, params, mode, metric, value, unit, spread=spread))
         share = statistics.median(found["publish_bytes"]) / full_bytes
         records.append(Record("weight_sync", case, params, mode, "bytes_share", share, "of full"))
-        rate = full_bytes / total_s / 1e6
-        records.append(
-            Record(
-                "weight_sync", case, params, mode, "rate", rate, "MB/s", baseline="grpc full", ratio=full_s / total_s
+        for metric in ("publish_s", "fetch_s", "total_s"):
+            rate = full_bytes / statistics.median(found[metric]) / 1e6
+            against: dict[str, Any] = (
+                {"baseline": "grpc full", "ratio": first_s / total_s} if metric == "total_s" else {}
             )
-        )
+            what = metric.removesuffix("_s")
+            records.append(Record("weight_sync", case, params, mode, f"{what}_rate", rate, "MB/s", **against))
         print(f"{name}: {transport} {mode}: {total_s:.2f} s, {100 * share:.1f}% of the bytes", flush=True)
     return records
+
+
+def smollm2() -> list[Record]:
+    full_bytes = sum(2 * w.numel() for w in masters_of_model().values())
+    ways = (("grpc", False), ("grpc", True), ("directory", False), ("shm", False))
+    return transports(MODEL, lambda: versions_of(masters_of_model()), ways, full_bytes)
+
+
+def synthetic(num_bytes: int) -> list[Record]:
+    ways = (("grpc", False), ("directory", False), ("shm", False))
+    full_bytes = sum(t.nbytes for t in next(synthetic_versions(num_bytes)).values())
+    return transports("synthetic", lambda: synthetic_versions(num_bytes), ways, full_bytes)
 
 
 def learning_rates() -> list[Record]:
@@ -213,18 +288,37 @@ def count_changed(a: RawTensor, b: RawTensor) -> int:
 
 
 SECTIONS = {
-    "smollm2": lambda: transports(MODEL, masters_of_model()),
-    "synthetic": lambda: transports("synthetic", masters_of_size(10**9)),
-    "learning_rate": learning_rates,
+    "smollm2": lambda args: smollm2(),
+    "synthetic": lambda args: synthetic(args.bytes),
+    "learning_rate": lambda args: learning_rates(),
+    "delta": lambda args: training(args.config, [f"num_steps={args.steps}"]),
+    "serving": lambda args: serving(device=args.device, is_tiny=args.tiny, num_versions=args.steps),
 }
 
 
-def main() -> int:
-    args = arguments(__doc__ or "")
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file for the records")
+    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--config", type=Path, default=Path("configs/products.toml"), help="the job of delta")
+    parser.add_argument("--steps", type=int, default=20, help="of delta; versions of serving")
+    parser.add_argument("--bytes", type=int, default=3_400_000_000, help="of synthetic")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="serving: a model of 100k parameters")
+    args = parser.parse_args(words)
+    if args.steps < 2:
+        parser.error(f"--steps must be at least 2, got {args.steps}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and there is none here")
+    return args
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = arguments(words)
     torch.set_num_threads(1)
     records: list[Record] = []
-    for name in args.only or SECTIONS:
-        records += SECTIONS[name]()
+    for name in args.only:
+        records += SECTIONS[name](args)
         save(records, args.out)
     report(records)
     return 0

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ def build_manifest(
     fingerprint: str,
     probe_token_ids: Sequence[bytes],
     probe_logprobs: Sequence[bytes],
+    num_threads: int = 1,
 ) -> Manifest:
     """The manifest of one version, checked.
 
@@ -106,10 +108,12 @@ def build_manifest(
         tensors: by Hugging Face parameter name, in the dtype that every forward uses; a tied head is not listed twice.
         probe_token_ids: int32 sequences.
         probe_logprobs: float32, the trainer's, one per token from the second on.
+        num_threads: that digest; hashing releases the interpreter's lock.
 
     Raises: ManifestError, ValueError.
     """
-    entries = [tensor_entry(name, tensors[name]) for name in sorted(tensors)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        entries = list(pool.map(lambda name: tensor_entry(name, tensors[name]), sorted(tensors)))
     manifest = Manifest(
         run=run,
         version=Version(lineage=lineage, step=step, digest=manifest_digest(entries)),

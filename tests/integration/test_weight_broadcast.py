@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import structlog
 from structlog.testing import capture_logs
 
@@ -43,6 +44,7 @@ def test_replicas_get_versions_together_and_their_group_is_kept_until_one_joins(
     assert found[-1] == found[-2]
 
 
+@pytest.mark.slow
 def test_a_replica_that_leaves_is_not_waited_for_beyond_the_deadline() -> None:
     with offers("broadcast", broadcast_gather_s=0.5) as made, readers("r0", "r1") as (first, second):
         for step, asking in enumerate([(first, second), (second,), (second, first)]):
