@@ -170,7 +170,7 @@ def status(address: str) -> rollout_pb2.StatusReply:
     """An engine's own counters."""
     with channel(address) as connection:
         stub = rollout_pb2_grpc.RolloutEngineStub(connection)
-        return stub.Status(rollout_pb2.StatusRequest(), timeout=30, wait_for_ready=True)
+        return stub.Status(rollout_pb2.StatusRequest(), timeout=DEADLINE_S, wait_for_ready=True)
 
 
 def tiny_job(directory: Path, overrides: list[str]) -> Job:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tests.chaos.http2 import DATA, HEADERS, Calls, Frame, FrameReader
+from tests.deadline import DEADLINE_S
 
 HOST = "127.0.0.1"
-DEADLINE_S = 120.0
 
 
 class Verdict(Enum):

@@ -10,6 +10,7 @@ from shared.wire.lifecycle import Lifecycle
 from shared.wire.queue import TrainQueue, unusable
 from shared.wire.run import RunConfig
 from shared.wire.types import DropReason, Group, Kv, Span, SpanKind, Trajectory
+from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import (
     checked_counts,
     open_store,
@@ -103,7 +104,7 @@ def test_dropped_groups_are_counted_their_batch_is_complete_without_them_and_no_
     leased = []
     for step in range(4):
         held = [f"d{s}" for s in range(max(0, step - 1), step + 1)]
-        groups = queue.lease("r", step, epoch=epoch, deadline_s=5, digests=held)
+        groups = queue.lease("r", step, epoch=epoch, deadline_s=DEADLINE_S, digests=held)
         leased.append([g.prompt_number for g in groups])
     assert leased == [[0, 1], [2, 3], [5], [7]]
     found = run_async(counts)
@@ -111,7 +112,7 @@ def test_dropped_groups_are_counted_their_batch_is_complete_without_them_and_no_
     assert found.live == 12
     # A trainer that starts again meets the same batches.
     epoch = queue.take_over("r", next_step=2)
-    again = queue.lease("r", 2, epoch=epoch, deadline_s=5, digests=["d1", "d2"])
+    again = queue.lease("r", 2, epoch=epoch, deadline_s=DEADLINE_S, digests=["d1", "d2"])
     assert [g.prompt_number for g in again] == [5]
     queue.commit_trained("r", durable_step=4, epoch=epoch)
     found = run_async(counts)
