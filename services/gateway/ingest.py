@@ -1,12 +1,13 @@
 """From posted samples of another engine to groups of the run, generated already.
 
-An ingested group takes the place of a prompt: its number says which batch trains it, and the run's lag which version must
+An ingested group takes the place of a prompt: its number says which batch trains it, and the run's lag which versions may
 have sampled it. From there on it goes the way of every other group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +45,7 @@ class Offer:
     """A group that is valid as far as that needs no store and no weight_sync."""
 
     body: str
-    """Its fingerprint."""
+    """Equal for equal bodies."""
     claim: VersionClaim
     group: IngestedGroup
 
@@ -61,77 +62,86 @@ async def post(
 
     def prepare(item: SampledGroup) -> Offer:
         group = sampled_group(tokenizer, record.config, item)
-        return Offer(body=group.fingerprint, claim=item.version, group=group)
+        body = hashlib.sha256(f"{group.fingerprint} of {item.version}".encode()).hexdigest()[:32]
+        return Offer(body=body, claim=item.version, group=group)
 
     async def store(run: str, offers: list[Offer]) -> list[AcceptResult]:
         return await gateway.store.accept_groups(run, [(o.body, o.group) for o in offers])
 
     prepared = await asyncio.to_thread(lambda: [attempt(prepare, item) for item in items])
-    named = await _named(gateway, run, prepared)
+    named = await _named(gateway, record.config, prepared)
     for problem in (p for p in named if isinstance(p, Problem)):
         metric(names.INGEST_REFUSED).labels(run=run, reason=problem.code).inc()
         metric(names.NONFINITE).labels(run=run).inc(problem.extra.get("nonfinite", 0))
     return await accept(gateway, run, items, named, store, document)
 
 
-async def _named(gateway: Gateway, run: str, prepared: Sequence[Offer | Problem]) -> list[Offer | Problem]:
+async def _named(gateway: Gateway, config: RunConfig, prepared: Sequence[Offer | Problem]) -> list[Offer | Problem]:
     """The same with the full name of each group's version, or why that is not to be had."""
     numbers = [p.group.prompt.number for p in prepared if isinstance(p, Offer)]
-    bodies = await gateway.store.fingerprints(run, numbers)
+    bodies = await gateway.store.fingerprints(config.run, numbers)
     # What was posted before needs no version, which may be retired by now.
     taken = {number for number, body in zip(numbers, bodies, strict=True) if body is not None}
-    versions = await gateway.versions(run) if set(numbers) - taken else []
+    versions = await gateway.versions(config.run) if set(numbers) - taken else []
 
     def name(offer: Offer | Problem) -> Offer | Problem:
         if isinstance(offer, Problem) or offer.group.prompt.number in taken:
             return offer
         try:
-            version = _version(offer, versions)
+            version = _version(config, offer, versions)
         except Problem as problem:
             return problem
-        return replace(offer, group=offer.group.sampled_by(lineage=version.lineage, digest=version.digest))
+        named = offer.group.sampled_by(lineage=version.lineage, step=version.step, digest=version.digest)
+        return replace(offer, group=named)
 
     return [name(p) for p in prepared]
 
 
-def _version(offer: Offer, versions: Sequence[pb.VersionInfo]) -> pb.Version:
-    """The published version that sampled the group: the one that its batch needs, and the one that the client names.
+def _version(config: RunConfig, offer: Offer, versions: Sequence[pb.VersionInfo]) -> pb.Version:
+    """The published version that sampled the group: one that its batch may hold, and the one that the client names.
 
     Args: versions: of the run, ascending by step and lineage.
 
     Raises: Problem version-unknown, version-mismatch.
     """
-    claim, step = offer.claim, offer.group.step
-    found = [v.version for v in versions if v.version.step == step]
-    if not found:
+    claim, number = offer.claim, offer.group.prompt.number
+    newest = {v.version.step: v.version for v in versions}
+    steps = [step for step in allowed_steps(config, number) if claim.step in (None, step)]
+    published = [newest[step] for step in steps if step in newest]
+    if not published:
         held = f"{versions[0].version.step} to {versions[-1].version.step}" if versions else "none"
-        raise field_problem("version-unknown", "version", f"version {step} is not published; retained: {held}")
-    newest = found[-1]
-    wrong = [
-        f"{name} {given!r}, expected {expected!r}"
-        for name, given, expected in (
-            ("digest", claim.digest, newest.digest),
-            ("lineage", claim.lineage, newest.lineage),
-        )
-        if given not in (None, expected)
-    ]
-    if wrong:
-        detail = f"group {offer.group.prompt.number} is trained as samples of version {step}; got {', '.join(wrong)}"
-        raise field_problem("version-mismatch", "version", detail)
-    return newest
+        detail = f"version {_span(steps)} is not published; retained: {held}"
+        raise field_problem("version-unknown", "version", detail)
+    fitting = [v for v in published if claim.digest in (None, v.digest) and claim.lineage in (None, v.lineage)]
+    if not fitting:
+        given = ", ".join(f"{name} {value}" for name, value in claim if name != "step" and value is not None)
+        expected = "; ".join(f"step {v.step} has digest {v.digest}, lineage {v.lineage}" for v in published[-3:])
+        raise field_problem("version-mismatch", "version", f"got {given} for group {number}; {expected}")
+    return fitting[-1]
+
+
+def allowed_steps(config: RunConfig, number: int) -> range:
+    """Policy steps whose samples the batch of this group may hold."""
+    batch = config.batch_of(number)
+    first = config.version_for(batch)
+    return range(first, (first if config.max_lag is None else batch) + 1)
+
+
+def _span(steps: Sequence[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
 
 
 def sampled_group(tokenizer: Tokenizer, config: RunConfig, item: SampledGroup) -> IngestedGroup:
-    """The item as a group without the digest of its version. Raises: Problem with what the run does not allow."""
+    """The item as a group, without the name of its version. Raises: Problem with what the run does not allow."""
     number = checked_number(config, item.number)
-    batch = config.batch_of(number)
-    step = config.version_for(batch)
-    if item.version.step not in (None, step):
+    steps = allowed_steps(config, number)
+    if item.version.step is not None and item.version.step not in steps:
+        lag = f"lag {config.lag}" if config.max_lag is None else f"max_lag {config.max_lag}"
         raise field_problem(
             "version-mismatch",
             "version/step",
-            f"got {item.version.step}; group {number} belongs to batch {batch}, which is sampled by version {step} "
-            f"entirely (lag {config.lag})",
+            f"got {item.version.step}; group {number} belongs to batch {config.batch_of(number)}, whose tokens are of version "
+            f"{_span(steps)} ({lag})",
         )
     if len(item.samples) != config.samples_per_prompt:
         raise field_problem(
@@ -161,8 +171,7 @@ def sampled_group(tokenizer: Tokenizer, config: RunConfig, item: SampledGroup) -
         _check_sample(tokenizer, config, prompt, sample, f"samples/{index}")
     return IngestedGroup(
         prompt=prompt,
-        step=step,
-        trajectories=tuple(_trajectory(config.run, prompt, item, step, i) for i in range(len(item.samples))),
+        trajectories=tuple(_trajectory(config.run, prompt, item, steps[0], i) for i in range(len(item.samples))),
         rewards=tuple(_known_rewards(tokenizer, prompt.reward, s) for s in item.samples),
     )
 

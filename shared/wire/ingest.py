@@ -16,8 +16,6 @@ class IngestedGroup:
     """One prompt with every sample of it. It enters a run generated, and is never dispatched."""
 
     prompt: PromptItem
-    step: int
-    """Of the version that sampled it."""
     trajectories: tuple[Trajectory, ...]
     """In sample order, `prompt.n` of them, each with the same `sampler`."""
     rewards: tuple[Mapping[str, float], ...]
@@ -36,7 +34,7 @@ class IngestedGroup:
             digest.update(repr(sorted(rewards.items())).encode())
         return digest.hexdigest()[:32]
 
-    def sampled_by(self, *, lineage: int, digest: str) -> IngestedGroup:
+    def sampled_by(self, *, lineage: int, step: int, digest: str) -> IngestedGroup:
         """The same with the version's full name on every sampled token."""
         return replace(
             self,
@@ -44,7 +42,7 @@ class IngestedGroup:
                 replace(
                     t,
                     spans=tuple(
-                        replace(s, lineage=lineage, policy_step=self.step, manifest_digest=digest)
+                        replace(s, lineage=lineage, policy_step=step, manifest_digest=digest)
                         if s.kind is SpanKind.SAMPLED
                         else s
                         for s in t.spans

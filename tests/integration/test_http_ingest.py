@@ -266,7 +266,7 @@ def test_bad_group_is_refused_by_itself(http: httpx.Client, run: str, digest: st
 def test_a_refusal_says_what_was_expected(http: httpx.Client, make_run: Callable[..., str]) -> None:
     run = make_run(lag=1)
     problem = post(http, run, group(4, version={"step": 0}), group(0)).json()["items"][0]["problem"]
-    assert "got 0; group 4 belongs to batch 2, which is sampled by version 1 entirely (lag 1)" in problem["detail"]
+    assert "got 0; group 4 belongs to batch 2, whose tokens are of version 1 (lag 1)" in problem["detail"]
     problem = post(http, run, group(samples=[{"text": "1", "finish_reason": "stop"}] * 2)).json()["items"][0]["problem"]
     assert "text can't be turned back into the ids" in problem["errors"][0]["detail"]
 
@@ -282,6 +282,25 @@ def test_version_that_was_replaced_by_a_fork_is_refused(
     assert (refused["problem"]["code"], accepted["status"]) == ("version-mismatch", 202)
     assert newer in refused["problem"]["detail"]
     assert client.trajectory(run, f"{run}.1.0")["spans"][1]["lineage"] == 1
+
+
+def test_under_max_lag_any_version_from_the_oldest_allowed_to_the_batchs_own_will_do(
+    http: httpx.Client, client: Client, make_run: Callable[..., str], weight_sync_address: str, config: dict[str, Any]
+) -> None:
+    run = make_run(max_lag=1)
+    digests = [publish(weight_sync_address, config | {"max_lag": 1}, step) for step in range(3)]
+    groups = [
+        group(2, version={"step": 0}), group(3, version={"digest": digests[1]}),
+        group(4, version={"step": 0}), group(4, version={"step": 3}), group(4, version={"digest": digests[0]}),
+        group(6, version={"step": 3}),
+    ]  # fmt: skip
+    items = post(http, run, *groups).json()["items"]
+    codes = [item["problem"] and item["problem"]["code"] for item in items]
+    assert codes == [None, None, "version-mismatch", "version-mismatch", "version-mismatch", "version-unknown"]
+    assert "batch 2, whose tokens are of version 1 to 2 (max_lag 1)" in items[2]["problem"]["detail"]
+    assert [client.trajectory(run, f"{run}.{n}.0")["spans"][1]["policy_step"] for n in (2, 3)] == [0, 1]
+    (again, other) = post(http, run, group(2, version={"step": 0}), group(2, version={"step": 1})).json()["items"]
+    assert (again["status"], other["status"]) == (200, 409), "of another version it is another body"
 
 
 def publish_fork(address: str, config: dict[str, Any]) -> str:

@@ -102,7 +102,6 @@ class History(RuleBasedStateMachine):
         step = CONFIG.version_for(CONFIG.batch_of(number))
         group = IngestedGroup(
             prompt=prompt(number, metadata={"body": body}),
-            step=step,
             trajectories=tuple(replace(trajectory(number, s, step=step), sampler="elsewhere") for s in range(2)),
             rewards=tuple({"default": 1.0} if s < num_rewarded else {} for s in range(2)),
         )

@@ -51,9 +51,9 @@ def test_valid_group_keeps_every_bit_and_names_its_batchs_version(
     of: list[dict[str, Any]], prompt: list[int], number: int
 ) -> None:
     group = sampled_group(TOKENIZER, CONFIG, SampledGroup.model_validate(body(of, prompt, number)))
-    named = group.sampled_by(lineage=3, digest="full")
+    step = CONFIG.version_for(CONFIG.batch_of(number))
+    named = group.sampled_by(lineage=3, step=step, digest="full")
     assert named.fingerprint != group.fingerprint, "so it must be asked for before"
-    assert group.step == CONFIG.version_for(CONFIG.batch_of(number))
     for index, (posted, trajectory) in enumerate(zip(of, named.trajectories, strict=True)):
         t = decode_trajectory(encode_trajectory(trajectory))
         raw = posted.get("logprobs_f32") or np.array(posted["logprobs"], np.float32).tobytes()
@@ -62,7 +62,7 @@ def test_valid_group_keeps_every_bit_and_names_its_batchs_version(
         assert t.logprobs.tobytes() == raw
         assert t.top1.tolist() == posted.get("top1", [-1] * len(posted["token_ids"]))
         assert t.loss_mask.tolist() == [0] * len(prompt) + [1] * len(posted["token_ids"])
-        assert (t.spans[1].policy_step, t.spans[1].lineage, t.spans[1].manifest_digest) == (group.step, 3, "full")
+        assert (t.spans[1].policy_step, t.spans[1].lineage, t.spans[1].manifest_digest) == (step, 3, "full")
         assert dict(group.rewards[index]) == posted.get("rewards", {})
 
 
