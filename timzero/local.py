@@ -218,6 +218,8 @@ class LocalStack:
     def _rollout_spec(self, name: str, own: Mapping[str, Any] | None = None) -> Spec:
         port = self._pick_port()
         keys = {"replica": name, "port": port, "weight_sync": self.weight_sync_address, "threads": self._threads}
+        # A GPU is shared with the trainer and other replicas.
+        keys["kv_memory_share"] = 0.4
         return self._service("rollout", name, port, keys, own, is_ready=_answers_health(port))
 
     def _gateway_spec(self) -> Spec:

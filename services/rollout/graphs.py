@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import structlog
 import torch
+
+log = structlog.get_logger()
 
 MOST_TOKENS = 1024
 """Of a captured step. A larger one keeps the device busy for longer than its launch takes."""
@@ -19,6 +22,8 @@ PROMPTS = 16
 """Chunks of prompts in a captured step, at most."""
 SCRATCH_BYTES = 1 << 30
 """Of the partial results of a captured step's split contexts, at most."""
+MOST_GRAPHS = 512
+"""Captured at one time; what comes later runs eagerly."""
 
 
 class Shape(NamedTuple):
@@ -37,15 +42,21 @@ class Shape(NamedTuple):
     """Tiles of prompts."""
 
 
-def padded(size: int) -> int:
+def padded(size: int, *, parts: int = 8) -> int:
     """The captured size that holds `size`: 1, 2, 4, 8, then eighths of powers of two, so that less than 1/8 is padding.
+
+    Args:
+        parts: of a power of two: 8, or less for fewer sizes.
 
     >>> [padded(n) for n in (1, 3, 8, 9, 17, 130, 257)]
     [1, 4, 8, 9, 18, 144, 288]
+    >>> [padded(n, parts=2) for n in (8, 9, 13, 130, 200)]
+    [8, 12, 16, 192, 256]
     """
+    power = 1 << max(size - 1, 0).bit_length()
     if size <= 8:
-        return 1 << max(size - 1, 0).bit_length()
-    step = 1 << ((size - 1).bit_length() - 4)
+        return power
+    step = power // (2 * parts)
     return -(-size // step) * step
 
 
@@ -69,7 +80,8 @@ def capturable(shape: Shape, *, num_prompts: int, tile_queries: int, max_running
         tile_queries: of a prompt's tile.
         max_running: sequences in a step, at most.
     """
-    tokens = padded(shape.tokens)
+    # Long contexts come in many combinations, and beside their keys a few padded rows cost nothing: sizes by halves of powers.
+    tokens = padded(shape.tokens, parts=2) if shape.longs else padded(shape.tokens)
     if tokens > MOST_TOKENS or num_prompts > PROMPTS:
         return None
     most_ones = min(tokens, padded(max_running))
@@ -90,7 +102,7 @@ def capturable(shape: Shape, *, num_prompts: int, tile_queries: int, max_running
 
 
 class Graphs:
-    """Captured functions by key, in one pool of memory.
+    """Captured functions by key, in one pool of memory. What cannot be captured runs eagerly, and a log line says why.
 
     A function reads and writes fixed tensors. Its result is overwritten by the next replay of any key: use it in the same stream
     before that. Weights are swapped in place, so a capture stays valid for as long as its runner lives.
@@ -104,23 +116,33 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def describe(self) -> str:
+        return f"{len(self._graphs)} captured" if self._is_enabled else "eager"
+
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
         """Replays the function; the first time it runs as it is, which compiles and certifies what it needs, and is captured."""
-        if not self._is_enabled:
-            return function()
         if key in self._graphs:
             graph, result = self._graphs[key]
             graph.replay()
             return result
         result = function()
-        self._capture(key, function)
+        if self._is_enabled and len(self._graphs) < MOST_GRAPHS:
+            self._capture(key, function)
         return result
 
     def _capture(self, key: Hashable, function: Callable[[], Any]) -> None:
+        stream = torch.cuda.current_stream()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: a thread that stages weights may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function()
+        try:
+            # Thread-local: a thread that stages weights may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError as error:
+            # A capture that failed leaves its own stream current.
+            torch.cuda.set_stream(stream)
+            self._is_enabled = False
+            log.warning("no more steps are captured, they run eagerly", step=str(key), reason=str(error))
+            return
         self._graphs[key] = graph, result

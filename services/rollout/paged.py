@@ -64,12 +64,12 @@ class PagedRunner(ModelRunner):
         return self.model
 
     def describe(self) -> dict[str, str]:
-        return self.ops.describe() | self._merged.rows.describe() | {"graphs": str(len(self._graphs))}
+        return self.ops.describe() | self._merged.rows.describe() | {"graphs": self._graphs.describe()}
 
     def _allocate(self) -> KVCache:
         n, run = self.config.max_running, self.model.run
         self._most_rows = padded(n)
-        most_tokens = padded(self.config.max_step_tokens)
+        most_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (2, 8))
         # Each chunk of a prompt may leave a tile partly filled.
         most_tiles = most_tokens // self._tile_queries + max(n, PROMPTS)
         fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=most_tiles)

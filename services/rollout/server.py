@@ -179,8 +179,7 @@ class RolloutService(RolloutEngineServicer):
         except _ANSWERED as error:
             self._meters.failed("prepare")
             log.warning("prepare failed", digest=request.manifest.version.digest, reason=str(error))
-            if isinstance(error, UnservableRun) and not self.refused.done():
-                self.refused.set_result(str(error))
+            self._refuse_if_unservable(error)
             await _abort(context, error)
         seconds = time.monotonic() - begin
         self._meters.prepared(model, seconds)
@@ -198,6 +197,7 @@ class RolloutService(RolloutEngineServicer):
             result = await self._staging.commit(request.manifest_digest, mode=request.mode, on_commit=self._committed)
         except _ANSWERED as error:
             self._meters.failed("commit")
+            self._refuse_if_unservable(error)
             await _abort(context, error)
         return pb.CommitWeightsReply(
             manifest_digest=result.digest,
@@ -238,6 +238,10 @@ class RolloutService(RolloutEngineServicer):
         if self._engine.model is None:
             raise OtherVersion("the replica holds no version yet")
         return self._engine.model
+
+    def _refuse_if_unservable(self, error: Exception) -> None:
+        if isinstance(error, UnservableRun) and not self.refused.done():
+            self.refused.set_result(str(error))
 
     def _committed(self, result: CommitResult) -> None:
         model, doubt = self._model, self._engine.doubt

@@ -8,9 +8,11 @@ import torch
 
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import OfflineEngine, Sampled
-from shared.kernels import build_ops
+from shared.kernels import InexactKernelError, build_ops
+from shared.kernels.certify import Table
 from shared.kernels.cuda.ops import CudaOps
 from shared.models import Decoder, ModelConfig, packed_layout
+from shared.models.merged import certify_merged
 from tests.kernels.cuda_testing import DEVICE, IS_INTERPRETED, device_ops
 from tests.kernels.kernel_testing import tiny_config
 
@@ -123,3 +125,10 @@ def test_a_swap_in_place_serves_the_new_weights_and_filters_work_on_padded_steps
     )
     fresh.submit([5, 6, 7], number=2, max_tokens=2, temperature=0.0)
     assert bits(fresh.run())["2.0"] == bits(results)["2.0"]
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a device certifies it")
+def test_a_product_that_is_not_certified_is_named_before_anything_is_served(tmp_path):
+    ops = CudaOps(DEVICE, Table(tmp_path))
+    with pytest.raises(InexactKernelError, match=r"the product 64x48 float16 float16 is not in .* needs a CUDA device"):
+        certify_merged(ops, model_of(), torch.float16)

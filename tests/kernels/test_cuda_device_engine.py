@@ -1,0 +1,109 @@
+"""`pytest -m gpu` on a CUDA machine: captured steps, a measured cache, a swap under graphs, work in a stream of its own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.config import RolloutConfig
+from services.rollout.offline import OfflineEngine, Sampled, random_weights
+from services.rollout.times import own_stream
+from shared.kernels.cuda.ops import CudaOps
+from shared.models import ModelConfig
+from tests.kernels.cuda_testing import device_ops
+from tests.kernels.kernel_testing import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def ops(tmp_path_factory: pytest.TempPathFactory) -> CudaOps:
+    return device_ops(tmp_path_factory.mktemp("table"))
+
+
+MODEL: ModelConfig = tiny_config(
+    "qwen3", hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=1003
+)
+
+
+def weights(ops: CudaOps, seed: int) -> dict[str, torch.Tensor]:
+    return random_weights(MODEL, seed, ops=ops, dtype=torch.bfloat16, std=0.1)
+
+
+def engine_of(ops: CudaOps, *, seed: int = 0, **config: object) -> OfflineEngine:
+    fields = {
+        "device": "cuda",
+        "kv_cache_tokens": 65536,
+        "max_running": 40,
+        "max_step_tokens": 2048,
+        "max_chunk_tokens": 999,
+    }
+    rollout = RolloutConfig(**{**fields, **config})
+    return OfflineEngine(MODEL, rollout, max_model_len=4096, weights=weights(ops, seed), ops=ops)
+
+
+def sampled(engine: OfflineEngine, first: int = 0) -> dict[str, Sampled]:
+    """Short and long contexts, so that some are split in chunks, with prompts that come in while others decode."""
+    for i, length in enumerate((3, 40, 1300, 17, 2500)):
+        engine.submit([(7 * j + i) % 1003 for j in range(length)], number=first + i, samples=5, max_tokens=30 + 9 * i)
+        for _ in range(3):
+            engine.step()
+    return engine.run()
+
+
+def bits(results: dict[str, Sampled]) -> list[tuple]:
+    return [(r.token_ids, np.float32(r.logprobs).tobytes(), r.top1, r.finish) for r in results.values()]
+
+
+def test_replayed_steps_give_the_bits_of_eager_ones(ops: CudaOps) -> None:
+    captured, eager = engine_of(ops), engine_of(ops, cuda_graphs=False)
+    expected = bits(sampled(eager))
+    assert bits(sampled(captured)) == expected
+    kernels = captured.engine.describe()
+    assert kernels["graphs"].endswith("captured"), kernels
+    assert captured.times.num_graph_steps > captured.times.num_steps / 2
+    assert (eager.times.num_graph_steps, eager.engine.describe()["graphs"]) == (0, "eager")
+    captured.reset_times()
+    captured.results.clear()
+    assert bits(sampled(captured)) == expected, "once more, now that every size is captured"
+    times = captured.times
+    assert min(times.device_s, times.sample_s, times.wait_s) > 0
+    assert times.idle_share < 1
+
+
+def test_a_swap_under_graphs_serves_the_new_weights(ops: CudaOps) -> None:
+    engine = engine_of(ops)
+    sampled(engine)
+    engine.swap(weights(ops, 1))
+    engine.results.clear()
+    assert bits(sampled(engine)) == bits(sampled(engine_of(ops, seed=1)))
+
+
+def test_merged_row_operations_have_the_bits_of_separate_ones_here(ops: CudaOps) -> None:
+    kernels = engine_of(ops).engine.describe()
+    assert kernels["place_qkv"] == "cuda.merged.qkv_kernel"
+    assert kernels["add_norm"] == "cuda.rowwise.rms_norm"
+
+
+def test_a_cache_of_automatic_size_takes_its_share_of_the_memory(ops: CudaOps) -> None:
+    free_bytes, _ = torch.cuda.mem_get_info()
+    engine = engine_of(ops, kv_cache_tokens=0, kv_memory_share=0.05)
+    tokens = engine.engine.config.kv_capacity_tokens
+    per_token = MODEL.num_layers * 2 * MODEL.num_kv_heads * MODEL.head_dim * 2
+    assert 0.01 * free_bytes < tokens * per_token < 0.05 * free_bytes
+    assert engine.engine.pages.num_pages == tokens // engine.engine.config.page_size
+    engine.submit([1, 2, 3], max_tokens=3)
+    assert engine.run()["0.0"].finish == "length"
+
+
+def test_a_stream_of_its_own_changes_nothing(ops: CudaOps) -> None:
+    expected = bits(sampled(engine_of(ops)))
+    with own_stream("cuda"):
+        assert bits(sampled(engine_of(ops))) == expected
+
+
+def test_without_cublas_flags_of_its_mode_an_engine_puts_them_back(ops: CudaOps, tmp_path: Path) -> None:
+    expected = bits(sampled(engine_of(ops)))
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (True, True)
+    assert bits(sampled(engine_of(ops))) == expected
