@@ -68,11 +68,11 @@ class Bench:
         self.add("certify", {}, "exact", "seconds", time.monotonic() - begin, "s")
         self.trainer: Trainer | None = None
 
-    def ours(self, ops: Ops, recompute: Recompute) -> Trainer:
+    def ours(self, ops: Ops, recompute: Recompute, *, reshard: bool = True) -> Trainer:
         """The one trainer, with these kernels."""
         if self.trainer is None:
             self.trainer = Trainer(self.config, self.exact, self.world, self.dtype)
-        self.trainer.use(ops, recompute)
+        self.trainer.use(ops, recompute, reshard=reshard)
         return self.trainer
 
     def add(
@@ -116,6 +116,11 @@ def time_ours(bench: Bench) -> None:
             for recompute in modes if name == "exact" else ("none", BEST)[-len(modes) :]:
                 bench.ours(ops, recompute)
                 bench.time("step", case, name, partial(trainer.step, micro), recompute=recompute)
+    case = bench.cases[0]
+    for recompute in ("elementwise", BEST):
+        trainer = bench.ours(bench.exact, recompute, reshard=False)
+        run = partial(trainer.step, trainer.batch(case))
+        bench.time("step", case, "exact", run, recompute=recompute, reshard=False)
 
 
 def time_long(bench: Bench) -> None:
@@ -148,8 +153,9 @@ def time_peer(bench: Bench, *, is_compiled: bool) -> None:
     try:
         for case in bench.cases[: 1 if is_compiled else 2]:
             ids = peer.batch(case)
-            bench.time("forward", case, mode, partial(peer.forward, ids))
+            # The step first: compiling takes minutes, and what is asked for most should be there if they run out.
             bench.time("step", case, mode, partial(peer.step, ids))
+            bench.time("forward", case, mode, partial(peer.forward, ids))
     finally:
         torch.use_deterministic_algorithms(True)
         del peer

@@ -32,8 +32,13 @@ class Trainer:
         fill_randomly(self.decoder)
         self.optimizer = build_optimizer(self.decoder, OptimizerConfig(lr=1e-6))
 
-    def use(self, ops: Ops, recompute: Recompute) -> None:
-        """From the next forward on."""
+    def use(self, ops: Ops, recompute: Recompute, *, reshard: bool = True) -> None:
+        """From the next forward on.
+
+        Args:
+            reshard: free each layer's gathered weights behind its forward, instead of keeping them for the backward.
+        """
+        self.decoder.set_reshard_after_forward(reshard)  # type: ignore[operator]
         for module in self.decoder.modules():
             if hasattr(module, "ops"):
                 module.ops = ops  # type: ignore[assignment]

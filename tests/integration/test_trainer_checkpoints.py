@@ -62,7 +62,7 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_to_the_same_bits(
-    model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """It does not exist before all of it is on disk, and holds the state of the moment when it was begun."""
     config = run_config(model, lag=2, num_steps=6, optimizer=HOT)
@@ -70,6 +70,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_to_the_same_
     engines = {0: engine_of(learner, publish(learner, 0))}
     train_steps(learner, range(2), engines)
     may_write, write = threading.Event(), checkpoint.dcp.save
+    request.addfinalizer(may_write.set)
 
     def held_back(*args: Any, **options: Any) -> None:
         assert may_write.wait(DEADLINE_S)
