@@ -35,7 +35,12 @@ NUM_REPEATS = 3
 def sample(directory: Path, out: Path, device: str, dtype: str) -> None:
     """Sequences and their logprobs, as the engine recorded them."""
     is_tiny = device == "cpu"
-    config = RolloutConfig(device=device, kv_cache_tokens=4096 if is_tiny else 65536, max_running=NUM_SEQUENCES)
+    config = RolloutConfig(
+        device=device,
+        kv_cache_tokens=4096 if is_tiny else 65536,
+        page_size=16 if is_tiny else 64,
+        max_running=NUM_SEQUENCES,
+    )
     weights = dict(read_tensors(directory))
     engine = OfflineEngine(load_config(directory), config, dtype=dtype, weights=weights, max_model_len=2048)
     prompt = [3 + i % 50 for i in range(17 if is_tiny else 257)]

@@ -50,6 +50,8 @@ class Sources:
 
     def __init__(self, replica: str, device: torch.device) -> None:
         self._replica, self._device = replica, device
+        # Beside the engine's own, so that neither waits for the other.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._member = uuid.uuid4().hex
         self._mapped: dict[str, Tensor] = {}
         """Of one trainer, by what its memory is called."""
@@ -75,7 +77,8 @@ class Sources:
         source = manifest.source
         end = time.monotonic() + deadline_s
         layout = ArenaLayout.of_manifest(manifest)
-        flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        with torch.cuda.stream(self._stream):
+            flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         request = pb.AcquireRequest(
             run=manifest.run,
             manifest_digest=manifest.version.digest,
@@ -107,13 +110,14 @@ class Sources:
         theirs = self._map(grant, address)
         if theirs.numel() < layout.nbytes:
             raise Unreachable(f"the trainer's buffer has {theirs.numel()} bytes, the version {layout.nbytes}")
-        for begin in range(0, layout.nbytes, COPY_BYTES):
-            if time.monotonic() > end or lease.is_over:
-                raise Unreachable("the time to read the trainer's memory was over before the copy was")
-            here = slice(begin, min(layout.nbytes, begin + COPY_BYTES))
-            flat[here].copy_(theirs[here])
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
+        with torch.cuda.stream(self._stream):
+            for begin in range(0, layout.nbytes, COPY_BYTES):
+                if time.monotonic() > end or lease.is_over:
+                    raise Unreachable("the time to read the trainer's memory was over before the copy was")
+                here = slice(begin, min(layout.nbytes, begin + COPY_BYTES))
+                flat[here].copy_(theirs[here])
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _map(self, grant: pb.Grant, address: str) -> Tensor:
         """Maps a buffer once: the trainer writes version after version into it. Raises Unreachable."""

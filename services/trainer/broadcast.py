@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 BUCKET_BYTES = 64 * 2**20
+CLOSE_S = 2.0
 
 
 @dataclass(eq=False)
@@ -89,12 +90,17 @@ class Rounds:
             master_listen_fd=listening.detach(),
         )
         self._store_address = f"{host}:{port}"
-        threading.Thread(target=self.run, name="broadcast", daemon=True).start()
+        self._thread = threading.Thread(target=self.run, name="broadcast", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        """Ends the round under way, if there is one, and waits for that a little while."""
         with self._wake:
             self._is_closed = True
             self._wake.notify_all()
+        if (group := self._group) is not None:
+            group.close()
+        self._thread.join(CLOSE_S)
 
     def take_part(
         self, request: pb.AcquireRequest, slot: Slot, left: threading.Event, context: grpc.ServicerContext

@@ -47,6 +47,8 @@ class Slot:
     layout: ArenaLayout
     host: SharedArena
     device: Tensor | None
+    exported: pb.DeviceMemory | None = None
+    """How other processes map `device`."""
     digest: str = ""
     """Of the version offered from here; empty while it is being filled."""
     readers: set[threading.Event] = field(default_factory=set)
@@ -66,8 +68,9 @@ class Slot:
         self.host.flat[here].copy_(data, non_blocking=data.is_cuda)
 
     def finish(self) -> None:
-        if self.device is not None:
-            torch.cuda.current_stream(self.device.device).synchronize()
+        """Waits for the copies of this thread's stream."""
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
 
 
 class Offers(WeightSourceServicer):
@@ -158,17 +161,20 @@ class Offers(WeightSourceServicer):
             return slot
 
     def _grant(self, slot: Slot) -> pb.Grant:
-        if slot.device is not None:
-            return pb.Grant(ipc=export_device(slot.device))
+        if slot.exported is not None:
+            return pb.Grant(ipc=slot.exported)
         return pb.Grant(shm=slot.host.message())
 
     def _new_slot(self, layout: ArenaLayout) -> Slot:
-        host, device = SharedArena(layout.nbytes), None
+        slot = Slot(layout, SharedArena(layout.nbytes), None)
         if self._device.type == "cuda":
-            host.pin()
+            slot.host.pin()
             if self._transport != "shm":
-                device = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Slot(layout, host, device)
+                slot.device = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        if slot.device is not None and self._transport == "ipc":
+            # Once: every export leaves something behind in the storage.
+            slot.exported = export_device(slot.device)
+        return slot
 
     def _withdraw(self, slot: Slot) -> None:
         slot.digest = ""

@@ -6,6 +6,7 @@ Gathering walks the parameters in name order on all ranks together; only rank 0 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -110,4 +111,6 @@ def describe(
         fingerprint=fingerprint,
         probe_token_ids=[int32_bytes(s) for s in probe],
         probe_logprobs=[float32_bytes(l) for l in probe_logprobs],
+        # On a CPU the cores are the replicas'.
+        num_threads=min(8, os.cpu_count() or 1) if torch.cuda.is_initialized() else 1,
     )

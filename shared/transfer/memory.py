@@ -62,7 +62,7 @@ def map_shared(message: SharedMemory) -> Tensor:
 
 
 def export_device(flat: Tensor) -> DeviceMemory:
-    """What `map_device` needs; call it anew for every reader.
+    """What `map_device` needs, for any number of readers: the memory must outlive them all.
 
     Args:
         flat: [nbytes] uint8 on a GPU, the whole of its storage.

@@ -30,7 +30,7 @@ from shared.wire.pb import trainer_pb2 as pb
 from shared.wire.pb.trainer_pb2_grpc import WeightSourceStub
 from shared.wire.pb.weight_sync_pb2 import Manifest
 
-sources = Sources(sys.argv[1], torch.device("cpu"))
+sources = Sources(sys.argv[1], torch.device(sys.argv[2]))
 print("ready", flush=True)
 for line in sys.stdin:
     how, data = line.split()
@@ -59,11 +59,11 @@ for line in sys.stdin:
 class Reader:
     """A replica's side: `copy` as a replica does it; `die` or `stop` in the middle of a round."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cpu") -> None:
         script = READER.replace("{deadline}", str(DEADLINE_S))
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", script, name, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, how: str, manifest: Manifest) -> None:
@@ -85,8 +85,8 @@ class Reader:
 
 
 @contextlib.contextmanager
-def readers(*names: str) -> Iterator[list[Reader]]:
-    found = [Reader(name) for name in names]
+def readers(*names: str, device: str = "cpu") -> Iterator[list[Reader]]:
+    found = [Reader(name, device) for name in names]
     try:
         for reader in found:
             assert reader.answer() == ("ready",)
@@ -98,8 +98,8 @@ def readers(*names: str) -> Iterator[list[Reader]]:
 
 
 @contextlib.contextmanager
-def offers(transport: str, **config: object) -> Iterator[Offers]:
-    made = Offers(TrainerConfig(transport=transport, **config), CPU)  # type: ignore[arg-type]
+def offers(transport: str, *, device: torch.device = CPU, **config: object) -> Iterator[Offers]:
+    made = Offers(TrainerConfig(transport=transport, **config), device)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -124,9 +124,9 @@ def layout_of(tensors: dict[str, torch.Tensor]) -> ArenaLayout:
     return ArenaLayout.of((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
 
 
-def offer(made: Offers, step: int, *, elements: int = 200_000) -> Manifest:
+def offer(made: Offers, step: int, *, elements: int = 200_000, device: torch.device = CPU) -> Manifest:
     """The weights of a step, in a slot and on offer."""
-    tensors = weights(step, elements=elements)
+    tensors = {name: t.to(device) for name, t in weights(step, elements=elements).items()}
     slot = made.room(layout_of(tensors))
     assert slot is not None
     fill(slot, tensors)

@@ -71,9 +71,10 @@ def in_the_middle(made: Offers, first: Reader, second: Reader, how: str) -> pb.M
     return manifest
 
 
+@pytest.mark.slow
 def test_a_replica_killed_in_the_middle_fails_the_round_for_all_and_the_next_round_is_whole() -> None:
     with (
-        offers("broadcast", broadcast_gather_s=DEADLINE_S, broadcast_timeout_s=60.0) as made,
+        offers("broadcast", broadcast_gather_s=DEADLINE_S, broadcast_timeout_s=20.0) as made,
         readers("r0", "r1") as (first, second),
     ):
         in_the_middle(made, first, second, "die")
@@ -83,9 +84,10 @@ def test_a_replica_killed_in_the_middle_fails_the_round_for_all_and_the_next_rou
         assert first.copy(manifest) == ("copied", byte_sum(2, elements=ELEMENTS))
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_stopped_costs_its_round_and_the_trainer_goes_on_at_once() -> None:
     with (
-        offers("broadcast", broadcast_gather_s=DEADLINE_S, broadcast_timeout_s=3.0) as made,
+        offers("broadcast", broadcast_gather_s=DEADLINE_S, broadcast_timeout_s=20.0) as made,
         readers("r0", "r1") as (first, second),
     ):
         in_the_middle(made, first, second, "stop")
