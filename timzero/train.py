@@ -282,7 +282,8 @@ class Driver:
             self.display.note(f"run {self.run} was paused for missing rewards; resuming it")
             self.client.resume(self.run)
         elif reason in WAITING_REASONS:
-            self.display.note(f"run {self.run} is paused ({reason}); waiting for it to be resumed")
+            detail = f": {record['detail']}" if record["detail"] else ""
+            self.display.note(f"run {self.run} is paused ({reason}){detail}; waiting for it to be resumed")
         else:
             raise DriverError(f"run {self.run} is paused: {reason}: {record['detail']}")
 

@@ -16,9 +16,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
 
 
 @pytest.fixture(autouse=True)
-def _no_fault_outlives_its_test(rig: Chaos) -> Iterator[None]:
+def _no_fault_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    for proxy in rig.proxies:
+    for proxy in request.getfixturevalue("rig").proxies if "rig" in request.fixturenames else ():
         proxy.disarm()
 
 

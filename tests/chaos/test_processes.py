@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.chaos_testing import Chaos, Churn, Killer
 from tests.chaos.proxy import DEADLINE_S, answers, full, requests, sends
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_replica_that_dies_while_it_fetches_a_version(rig: Chaos, undisturbed: str) -> None:

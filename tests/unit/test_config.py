@@ -227,6 +227,9 @@ GOOD = {"run": "demo", "model": "some/model"}
         ({"optimizer": {"eps": 0}}, "optimizer.eps"),
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm"),
         ({"queue_batches": 7}, "the run would deadlock"),
+        ({"max_lag": -1}, "max_lag must be >= 0, got -1"),
+        ({"max_lag": 2, "lag": 2}, r"lag \(2\) and max_lag \(2\) exclude each other"),
+        ({"max_lag": 3, "queue_batches": 9}, r"must exceed checkpoint_interval \+ max_lag \+ 1 = 9, got 9"),
         ({"num_steps": "many"}, "num_steps: .*got 'many'"),
         ({"model": None}, "model"),
     ],
@@ -234,6 +237,14 @@ GOOD = {"run": "demo", "model": "some/model"}
 def test_a_run_that_cannot_work_is_refused_with_the_value(changes: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         structure(RunConfig, GOOD | changes)
+
+
+@given(max_lag=st.integers(0, 5), batch=st.integers(0, 20), interval=st.integers(1, 5))
+def test_under_max_lag_versions_and_the_queue_reach_as_far_back_as_it(max_lag: int, batch: int, interval: int) -> None:
+    config = RunConfig(run="r", model="m", max_lag=max_lag, checkpoint_interval=interval)
+    assert config.oldest_lag == max_lag
+    assert config.version_for(batch) == max(0, batch - max_lag)
+    assert config.queue_bound_batches > interval + max_lag + 1
 
 
 def test_a_run_needs_a_name_and_a_model() -> None:
