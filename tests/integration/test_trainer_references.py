@@ -135,7 +135,7 @@ class History:
 
 @pytest.fixture(scope="module")
 def history(rig: Rig) -> History:
-    learner = rig.learner(lag=2)
+    learner = rig.learner(max_lag=2)
     engines, weights = [], []
     for step in range(3):
         engines.append(engine_of(learner, publish(learner, step)))
@@ -153,7 +153,7 @@ def at_version_two(
     rig: Rig, history: History, root: Path, behind: Literal["device", "host", "directory"] = "device"
 ) -> Learner:
     """A learner that holds all three, and their files."""
-    plain = rig.learner(lag=2)
+    plain = rig.learner(max_lag=2)
     learner = Learner(plain.decoder, plain.config, plain.dtype, rig.world, behind=behind, directory=root)
     for step, weights in enumerate(history.weights):
         with torch.no_grad():
