@@ -14,7 +14,7 @@ from shared.wire.pb import trainer_pb2 as trainer_pb
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.trainer_pb2_grpc import WeightSourceStub
 from shared.wire.tensors import verify
-from shared.wire.weights import Fenced, VersionConflict, fetch
+from shared.wire.weights import Fenced, VersionConflict, WeightSyncError, fetch
 from tests.deadline import DEADLINE_S
 from tests.integration.source_testing import CPU, byte_sum, layout_of, offer, offers, raw, readers, weights
 from tests.integration.weight_sync_testing import manifest_of, running
@@ -149,3 +149,16 @@ def test_a_version_that_was_only_announced_can_be_retired(tmp_path) -> None:
             list(waiting)
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
         assert [v.version.step for v in publisher.versions("demo")] == [1]
+
+
+def test_bytes_that_could_not_be_stored_are_told_to_whoever_publishes_next(tmp_path) -> None:
+    tensors = raw(weights(0))
+    manifest = manifest_of(0, tensors)
+    manifest.source.transport = "shm"
+    with running(tmp_path / "data") as process, process.publisher() as publisher:
+        publisher.publish(manifest, raw(weights(1)), epoch=1, deadline_s=DEADLINE_S)
+        with pytest.raises(WeightSyncError, match="DATA_LOSS"):
+            publisher.settle(DEADLINE_S)
+        publisher.publish(manifest, tensors, epoch=1, deadline_s=DEADLINE_S)
+        publisher.settle(DEADLINE_S)
+        verify(manifest, fetch(manifest, address=process.address, deadline_s=DEADLINE_S))
