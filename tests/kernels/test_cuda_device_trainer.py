@@ -161,3 +161,26 @@ def test_where_the_model_lies_changes_no_logprob(
             torch.testing.assert_close(masters(other)[name].cpu(), weight.cpu(), rtol=1e-4, atol=1e-6)
     else:
         assert same_bits(masters(other), masters(plain))
+
+
+def test_older_versions_and_the_reference_have_their_bits_on_the_host_too(
+    config: RunConfig, ops: CudaOps, world: World
+) -> None:
+    """Pinned, and copied into one gradient-free model when a batch needs them."""
+    batch = first_batch(config, ops, world)
+    config = replace(config, algorithm=replace(config.algorithm, kl="k2", kl_coef=0.1))
+    metrics = []
+    for behind in ("device", "host"):
+        plain = learner_at(config, ops, world)
+        learner = Learner(plain.decoder, config, plain.dtype, world, behind=behind)
+        publish(learner, 0)
+        metrics.append([result.metrics for result in train(learner, batch, range(2))])
+        older = learner.copies.held[0].shards
+        assert all(shard.is_pinned() or IS_INTERPRETED for shard in older.values()) == (
+            behind == "host" or IS_INTERPRETED
+        )
+    assert metrics[0] == metrics[1]
+    first, second = metrics[0]
+    assert first["kl"]["k3"] == 0 < second["kl"]["k3"], "version 0 is its own reference, version 1 is not"
+    assert second["tim"]["compared_tokens"] == first["tim"]["compared_tokens"] == batch.num_tokens
+    assert second["tim"]["abs_max"] == first["tim"]["abs_max"], "scored under version 0 in both steps"
