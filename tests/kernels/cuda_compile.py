@@ -138,7 +138,7 @@ def compile_all(ops: CudaOps) -> None:
 def compile_merged() -> None:
     """The engine's row operations, and those they are compared with when they are built."""
     merged._same_bits = lambda a, b: True  # nothing has run
-    for heads, has_norms in (((16, 8, 128), True), ((9, 3, 64), False), ((8, 1, 80), True)):
+    for heads, has_norms in (((16, 8, 128), True), ((9, 3, 64), False)):
         merged.MergedRows(heads, torch.bfloat16, torch.device("cpu"), has_norms=has_norms)
 
 
