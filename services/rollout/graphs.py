@@ -9,6 +9,7 @@ Legend: T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import structlog
@@ -137,7 +138,9 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Thread-local: a thread that stages weights may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=_capture_stream(stream.device), capture_error_mode="thread_local"
+            ):
                 result = function()
         except RuntimeError as error:
             # A capture that failed leaves its own stream current.
@@ -146,3 +149,11 @@ class Graphs:
             log.warning("no more steps are captured, they run eagerly", step=str(key), reason=str(error))
             return
         self._graphs[key] = graph, result
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device. Torch's own comes from the streams of ordinary priority, which are handed out in turns: a
+    thread that stages weights may get the same one, and its copies would end up in the graph. Kernels also keep its priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)
