@@ -8,26 +8,35 @@ import threading
 import pytest
 
 from tests.chaos.chaos_testing import Chaos
-from tests.chaos.proxy import CUT, DEADLINE_S, answers, flip_one_bit, full, requests, sends
+from tests.chaos.http2 import Frame
+from tests.chaos.proxy import CUT, DEADLINE_S, Verdict, answers, flip_one_bit, full, requests, sends
 
 
 def test_a_lost_acknowledgement_of_a_commit_and_damaged_bytes_on_the_way_to_weight_sync_and_to_a_replica(
     rig: Chaos, undisturbed: str
 ) -> None:
-    lost = rig.front.once(answers("CommitWeights"), lambda frame: CUT, skip=2)
+    asked_again = []
+
+    def lose(frame: Frame) -> Verdict:
+        asked_again.append(rig.front.once(answers("CommitWeights")))
+        return CUT
+
+    lost = rig.front.once(answers("CommitWeights"), lose, skip=1)
     there = rig.publish.once(full(sends("Publish")), flip_one_bit, skip=20)
     here = rig.fetch.once(full(answers("Fetch")), flip_one_bit, skip=5)
     assert rig.run("disturbed").digest == undisturbed
-    assert [fault.happened.is_set() for fault in (lost, there, here)] == [True] * 3
-    # It was asked again, and the replica that had swapped already proved once more what it serves.
+    for fault in (lost, there, here, *asked_again):
+        fault.wait()
+    # The replica that had swapped already proved once more what it serves.
     commits = [e["digest"] for e in rig.events("rollout-1", "committed")]
     assert any(a == b for a, b in itertools.pairwise(commits))
     assert "DATA_LOSS" in {e["code"] for e in rig.events("weight_sync", "refused")}
 
 
 def test_versions_that_change_under_running_samples(rig: Chaos) -> None:
-    sampled = rig.opportunistic("moving", max_lag=2)
-    assert max(len(s.steps) for s in sampled) > 1
+    # Whether a version comes while something runs is the machine's business: mostly in the first run.
+    found = (max(len(s.steps) for s in rig.opportunistic(f"moving-{i}", max_lag=2)) for i in range(5))
+    assert any(num_spans > 1 for num_spans in found)
 
 
 @pytest.mark.slow
