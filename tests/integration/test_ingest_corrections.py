@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.corrections import sample_group
 from services.trainer.batch import Batch, build_batch
-from services.trainer.distributed import World, join, leave
+from services.trainer.distributed import World
 from services.trainer.learner import StepResult
 from services.trainer.mismatch import Mismatch
 from shared.config import unstructure
@@ -33,6 +33,7 @@ from tests.integration.trainer_testing import (
     Engine,
     build_learner,
     masters,
+    one_rank,
     plain_decoder,
     publish,
     run_config,
@@ -65,10 +66,8 @@ ALGORITHMS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[World]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield join("cpu", timeout_s=DEADLINE_S)
-    leave()
+    with one_rank() as world:
+        yield world
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer import checkpoint
 from services.trainer.batch import build_batch
 from services.trainer.checkpoint import CheckpointError, Saver
-from services.trainer.distributed import World, join, leave
+from services.trainer.distributed import World
 from services.trainer.export import export, export_checkpoint
 from services.trainer.learner import Learner
 from shared.config import unstructure
@@ -34,6 +34,7 @@ from tests.integration.trainer_testing import (
     build_learner,
     engine_of,
     masters,
+    one_rank,
     publish,
     run_config,
     tiny_model,
@@ -51,10 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[World]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield join("cpu", timeout_s=DEADLINE_S)
-    leave()
+    with one_rank() as world:
+        yield world
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -12,27 +12,22 @@ import torch
 
 from services.trainer import report
 from services.trainer.admission import NonfiniteReward
-from services.trainer.distributed import join, leave
 from services.trainer.learner import Learner
 from shared.metrics import names
 from shared.metrics.server import value
 from shared.wire.algorithm import AlgorithmConfig, Filter
 from shared.wire.types import Group
 from shared.wire.weights import Sent
-from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import Rig, make_rig
-from tests.integration.trainer_testing import digest_of, masters, publish
+from tests.integration.trainer_testing import digest_of, masters, one_rank, publish
 
 ANY = AlgorithmConfig(filters=(Filter(on="veto", low=1e-4, high=1e4),))
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    world = join("cpu", timeout_s=DEADLINE_S)
-    yield make_rig(tmp_path_factory.mktemp("model"), world)
-    leave()
+    with one_rank() as world:
+        yield make_rig(tmp_path_factory.mktemp("model"), world)
 
 
 def with_rewards(group: Group, rewards: list[float]) -> Group:

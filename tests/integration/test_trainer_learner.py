@@ -19,7 +19,7 @@ import torch
 
 from services.trainer import checkpoint
 from services.trainer.batch import Batch
-from services.trainer.distributed import World, join, leave
+from services.trainer.distributed import World
 from services.trainer.learner import Learner
 from services.trainer.policy import score_batch
 from services.trainer.weights import probe_token_ids, score_probe
@@ -29,7 +29,6 @@ from shared.wire.algorithm import Filter
 from shared.wire.archive import write_step
 from shared.wire.run import AlgorithmConfig, OptimizerConfig, RunConfig
 from shared.wire.tensors import RawTensor
-from tests.deadline import DEADLINE_S
 from tests.integration.trainer_testing import (
     Engine,
     batch_of,
@@ -37,6 +36,7 @@ from tests.integration.trainer_testing import (
     digest_of,
     engine_of,
     masters,
+    one_rank,
     plain_decoder,
     publish,
     run_config,
@@ -55,10 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[World]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield join("cpu", timeout_s=DEADLINE_S)
-    leave()
+    with one_rank() as world:
+        yield world
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

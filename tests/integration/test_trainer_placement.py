@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.distributed import World, join, leave
+from services.trainer.distributed import World
 from services.trainer.learner import Learner
 from services.trainer.policy import Placement, load_policy
 from shared.kernels import build_ops
 from shared.models import load_model
 from shared.wire.run import OptimizerConfig, RunConfig
-from tests.integration.trainer_testing import engine_of, masters, publish, run_config, tiny_model, train_steps
+from tests.integration.trainer_testing import engine_of, masters, one_rank, publish, run_config, tiny_model, train_steps
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[World]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield join("cpu", timeout_s=600)
-    leave()
+    with one_rank() as world:
+        yield world
 
 
 def learner_at(config: RunConfig, world: World, placement: Placement) -> Learner:

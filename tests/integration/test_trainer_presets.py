@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.distributed import join, leave
 from services.trainer.policy import score_batch
 from shared.wire.algorithm import PRESETS, AlgorithmConfig
-from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import GROUPS, Rig, make_rig
+from tests.integration.trainer_testing import one_rank
 
 PLAIN = {
     "tis_cap": None,
@@ -37,11 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    world = join("cpu", timeout_s=DEADLINE_S)
-    yield make_rig(tmp_path_factory.mktemp("model"), world)
-    leave()
+    with one_rank() as world:
+        yield make_rig(tmp_path_factory.mktemp("model"), world)
 
 
 def uncorrected(config: AlgorithmConfig) -> AlgorithmConfig:

@@ -12,7 +12,6 @@ import torch
 
 from services.trainer import checkpoint
 from services.trainer.batch import Batch, build_batch
-from services.trainer.distributed import join, leave
 from services.trainer.learner import Learner
 from services.trainer.loss import kl_penalty
 from services.trainer.policy import score_batch
@@ -22,20 +21,25 @@ from shared.wire.algorithm import AlgorithmConfig
 from shared.wire.tensor_file import write_version
 from shared.wire.tensors import build_manifest
 from shared.wire.types import Group, Kv
-from tests.deadline import DEADLINE_S
 from tests.integration.algorithm_testing import HOT, Changing, Rig, make_rig
-from tests.integration.trainer_testing import VOCAB, Engine, build_learner, engine_of, masters, publish, tiny_model
+from tests.integration.trainer_testing import (
+    VOCAB,
+    Engine,
+    build_learner,
+    engine_of,
+    masters,
+    one_rank,
+    publish,
+    tiny_model,
+)
 
 KINDS = ("k1", "k2", "k3+")
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    world = join("cpu", timeout_s=DEADLINE_S)
-    yield make_rig(tmp_path_factory.mktemp("model"), world)
-    leave()
+    with one_rank() as world:
+        yield make_rig(tmp_path_factory.mktemp("model"), world)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

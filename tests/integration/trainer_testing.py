@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from services.trainer.batch import Batch, PolicyVersion, build_batch
-from services.trainer.distributed import World
+from services.trainer.distributed import World, join, leave
 from services.trainer.learner import Learner
 from services.trainer.policy import load_policy
 from services.trainer.weights import gather
@@ -20,6 +21,7 @@ from shared.models import Decoder, ModelConfig, Rope, named_weights, packed_layo
 from shared.wire.run import RunConfig
 from shared.wire.tensors import RawTensor, manifest_digest, tensor_entry
 from shared.wire.types import FinishReason, Group, SamplingParams, Span, SpanKind, Trajectory
+from tests.deadline import DEADLINE_S
 
 VOCAB = 61
 
@@ -62,6 +64,18 @@ def run_config(model: Path, **changes: Any) -> RunConfig:
         "checkpoint_interval": 2,
     }
     return RunConfig(**{**fields, **changes})
+
+
+@contextmanager
+def one_rank() -> Iterator[World]:
+    """A world of one, with the settings that a trainer computes under. `conftest` undoes these."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    world = join("cpu", timeout_s=DEADLINE_S)
+    try:
+        yield world
+    finally:
+        leave()
 
 
 class Engine:
