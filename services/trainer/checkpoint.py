@@ -236,8 +236,13 @@ def load(path: Path, learner: Learner) -> Ledger:
             f"{path} belongs to a run of the same name with another configuration; give this run another name or another run_dir"
         )
     shards = local_shards(learner.decoder)
+    # Where a distributed tensor over them shares their memory; an offloaded model's own shards lie elsewhere.
+    device = learner.world.device
     older = [
-        ForwardCopy(version, {name: torch.empty_like(local, dtype=learner.dtype) for name, local in shards.items()})
+        ForwardCopy(
+            version,
+            {name: torch.empty_like(local, dtype=learner.dtype, device=device) for name, local in shards.items()},
+        )
         for version in ledger.versions[:-1]
     ]
     state = {**_state(learner), **_copies(learner, older)}

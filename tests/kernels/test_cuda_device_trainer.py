@@ -149,7 +149,7 @@ def test_cuts_and_recomputation_change_no_logprob(
     "placement", [Placement(reshard_after_forward=False), Placement(offload=True)], ids=["gathered", "offloaded"]
 )
 def test_where_the_model_lies_changes_no_logprob(
-    config: RunConfig, ops: CudaOps, world: World, placement: Placement
+    config: RunConfig, ops: CudaOps, world: World, placement: Placement, tmp_path: Path
 ) -> None:
     batch = first_batch(config, ops, world)
     plain, other = learner_at(config, ops, world), learner_at(config, ops, world, placement)
@@ -161,6 +161,11 @@ def test_where_the_model_lies_changes_no_logprob(
             torch.testing.assert_close(masters(other)[name].cpu(), weight.cpu(), rtol=1e-4, atol=1e-6)
     else:
         assert same_bits(masters(other), masters(plain))
+    resumed = learner_at(config, ops, world, placement)
+    checkpoint.load(checkpoint.save(tmp_path, other, keep=1), resumed)
+    for saved, loaded in zip(other.copies.held, resumed.copies.held, strict=True):
+        assert loaded.version == saved.version
+        assert all(torch.equal(loaded.shards[n].cpu(), shard.cpu()) for n, shard in saved.shards.items())
 
 
 def test_older_versions_and_the_reference_have_their_bits_on_the_host_too(
