@@ -15,6 +15,7 @@ def values(path: Path) -> dict[tuple[str, str, str], float]:
     return {(r["case"], r["mode"], r["metric"]): r["value"] for r in json.loads(path.read_text())}
 
 
+@pytest.mark.slow
 def test_serving_takes_versions_from_shared_memory_while_it_samples(tmp_path: Path) -> None:
     words = ["--only", "serving", "--tiny", "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "out.json")]
     assert weight_sync.main(words) == 0
