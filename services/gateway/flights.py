@@ -135,12 +135,16 @@ class Flights:
         flight.task = tasks.create_task(self._fly(flight), name=f"generate {work.group_id}")
 
     async def review(self, run: RunRecord, replicas: Sequence[ws.Replica]) -> None:
-        """Ends flights that have become pointless: of a stopped run, or on a replica that was ejected."""
+        """Ends flights that have become pointless: of a stopped run, of a cancelled group, or on a replica that was ejected."""
+        training = [f.work for f in self._flights.values() if f.work.run == run.run and not f.work.is_evaluation]
+        dropped = await self._lifecycle.dropped(run.run, [work.group.number for work in training])
         by_key = {replica_key(r): r for r in replicas}
         is_cancelled = run.state in (RunState.STOPPED, RunState.FAILED)
         for flight in list(self._flights.values()):
             replica = by_key.get(replica_key(flight.replica))
-            if flight.work.run != run.run or (is_cancelled and not flight.work.is_evaluation):
+            work = flight.work
+            is_wanted = work.is_evaluation or not (is_cancelled or work.group.number in dropped)
+            if work.run != run.run or not is_wanted:
                 self._evict(flight, "cancelled")
             elif replica is not None and replica.state == "ejected":
                 # An ejected replica is not believed: what it sampled of unfinished samples is sampled again.

@@ -140,6 +140,11 @@ class Lifecycle:
         names = await self._client.zrangebyscore(key(run, "eval_todo"), eval_id, eval_id)
         return await self.drop_items(run, [f"{run}.{name.decode()}" for name in names], reason)
 
+    async def dropped(self, run: str, numbers: Sequence[int]) -> set[int]:
+        """Those of these groups that were dropped, and that their batches do without."""
+        found = await self._client.smismember(key(run, "dropped"), list(map(str, numbers))) if numbers else []
+        return {number for number, is_dropped in zip(numbers, found, strict=True) if is_dropped}
+
     async def pause(self, run: str, *, reason: str, detail: str) -> bool:
         """Pauses the run if it is running. Returns whether it was."""
         answer = await self._store.call(

@@ -99,6 +99,24 @@ def test_stopping_a_run_aborts_what_is_running_and_drops_the_rest(url):
     run_async(test)
 
 
+def test_cancelling_a_group_aborts_its_samples_and_the_next_version_comes(url):
+    async def test():
+        async with rig(url, config=run_config(lag=0, prompts_per_step=1), published=(0, 1)) as r:
+            (engine,) = r.engines
+            engine.hold_at = 4
+            await r.store.accept_prompts("r", [prompt(0)])
+            await engine.held.wait()
+            assert await r.store.cancel_group("r", 0) == 2
+            await engine.idle.wait()
+            await r.store.accept_prompts("r", [prompt(1)])
+            engine.go.set()
+            await r.states(dropped=2, awaiting_reward=2)
+            await assert_exact(r.store, 1, step=1)
+            assert (await checked_counts(r.store)).dropped == {"cancelled": 2}
+
+    run_async(test)
+
+
 def test_evaluations_go_on_after_the_run_was_stopped(url):
     async def test():
         async with rig(url) as r:
