@@ -83,6 +83,14 @@ class Scheduler:
         """The chunk's keys and values are in the cache, or will be before anything launched from now on reads it."""
         self.pages.advance(chunk.seq, chunk.end)
 
+    def complete_all(self, chunks: list[Chunk]) -> None:
+        """`complete` of each; most decode steps fill no page, and then there is nothing to share."""
+        page_size = self.pages.page_size
+        for seq, _, end, _ in chunks:
+            seq.num_computed = end
+            if end >= (seq.num_shared_pages + 1) * page_size:
+                self.pages.advance(seq, end)
+
     def _grow(self, seq: Sequence) -> bool:
         """Pages for every token of a running sequence, taken from the youngest if need be; False if that was itself."""
         while not self.pages.grow(seq):

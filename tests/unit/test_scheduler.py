@@ -204,8 +204,8 @@ def test_with_room_for_all_a_group_computes_its_prompts_full_pages_once(
 def launch(scheduler):
     """Schedules a step and leaves what it samples pending. Returns its chunks."""
     chunks = scheduler.schedule()
+    scheduler.complete_all(chunks)
     for chunk in chunks:
-        scheduler.complete(chunk)
         chunk.seq.num_pending += chunk.is_last
     return chunks
 
