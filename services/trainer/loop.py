@@ -16,8 +16,9 @@ import structlog
 from services.trainer.config import TrainerConfig
 from services.trainer.distributed import World
 from services.trainer.link import Link, RunEnded
+from services.trainer.opening import UnusableModel, open_session
 from services.trainer.server import StatusBoard
-from services.trainer.session import Session, UnusableModel, open_session
+from services.trainer.session import Session
 from shared.wire.run import RunConfig, RunState
 
 log = structlog.get_logger()
