@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,10 @@ class SharedArena:
 
     def pin(self) -> None:
         """Lets a GPU copy to it at full speed. Raises RuntimeError when that is not possible."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.flat.numel(), 0))
+        runtime, address = torch.cuda.cudart(), self.flat.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, self.flat.numel(), 0))
+        # Before it is unmapped: what is mapped to its address next could not be pinned.
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def close(self) -> None:
         """The memory stays until the last view of it is gone."""

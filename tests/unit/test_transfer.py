@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -122,3 +123,27 @@ def test_gpu_memory_without_a_gpu_is_refused() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(Unreachable, match="none here"):
         map_device(DeviceMemory(host="elsewhere"))
+
+
+def test_pinned_memory_is_unpinned_when_its_owner_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        """As much of the CUDA runtime as pins."""
+
+        pinned: ClassVar[dict[int, int]] = {}
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            self.pinned[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del self.pinned[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    arena = SharedArena(4096)
+    arena.pin()
+    assert Runtime.pinned == {arena.flat.data_ptr(): 4096}
+    arena.close()
+    del arena
+    assert Runtime.pinned == {}
