@@ -136,6 +136,9 @@ class Saver:
         else:
             staged = self._stager.stage(state)
             assert isinstance(staged, dict), "the copy is made at once"
+            if self._world.device.type == "cuda":
+                # Not every torch waits here for copies that it did not send to a stream of its own.
+                torch.cuda.current_stream().synchronize()
             self._written = self._executor.submit(_write, staged, self._draft.temporary, self._group)
 
     def settle(self, *, wait: bool) -> int | None:
