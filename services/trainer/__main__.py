@@ -33,13 +33,14 @@ def main() -> int:
     torch.set_num_threads(config.threads)
     world = join(config.device, timeout_s=config.collective_timeout_s)
     structlog.contextvars.bind_contextvars(rank=world.rank)
+    link = Link(config, world)
+    # Before it says that it is ready: whoever reads that may stop it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, link.on_sigterm)
     board, server = StatusBoard(world_size=world.size), None
     if world.is_leader:
         server = StatusServer(board, host=config.host, port=config.port, metrics_port=config.metrics_port)
         log.info("ready", port=server.port, metrics_port=server.metrics_port, world_size=world.size)
-    link = Link(config, world)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, link.on_sigterm)
     try:
         serve(config, link, board, world)
     except Stopping:

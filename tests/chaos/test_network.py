@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -27,9 +26,6 @@ def test_a_lost_acknowledgement_of_a_commit_and_damaged_bytes_on_the_way_to_weig
     assert rig.run("disturbed").digest == undisturbed
     for fault in (lost, there, here, *asked_again):
         fault.wait()
-    # The replica that had swapped already proved once more what it serves.
-    commits = [e["digest"] for e in rig.events("rollout-1", "committed")]
-    assert any(a == b for a, b in itertools.pairwise(commits))
     assert "DATA_LOSS" in {e["code"] for e in rig.events("weight_sync", "refused")}
 
 
