@@ -35,19 +35,20 @@ def test_every_span_is_its_versions_while_a_hundred_samples_meet_a_version_a_ste
     assert len(set(commits)) > 10
 
 
-def test_a_replica_that_dies_while_it_computes_running_samples_again(rig: Chaos) -> None:
-    kill = Killer(rig, "rollout-1")
+def test_a_replica_that_dies_while_it_computes_running_samples_again(tmp_path: Path) -> None:
+    with chaos(tmp_path, [*SMALL, *LONG], rollout={"max_step_tokens": 8}) as rig:
+        kill = Killer(rig, "rollout-1")
 
-    def kill_if_busy(frame: Frame) -> Verdict | None:
-        """The answer to a Commit: what ran is in line, to be computed again under the new weights."""
-        if status(kill.process.spec.address).num_waiting:
-            return kill(frame)
-        rig.front.once(answers("CommitWeights"), kill_if_busy)
-        return None
+        def kill_if_busy(frame: Frame) -> Verdict | None:
+            """The answer to a Commit: what ran is in line, to be computed again under the new weights."""
+            if status(kill.process.spec.address).num_waiting:
+                return kill(frame)
+            rig.front.once(answers("CommitWeights"), kill_if_busy)
+            return None
 
-    rig.front.once(answers("CommitWeights"), kill_if_busy, skip=1)
-    rig.opportunistic("in-reprefill", max_lag=2, num_steps=12, prompts_per_step=12)
-    kill.wait_restarted()
+        rig.front.once(answers("CommitWeights"), kill_if_busy, skip=1)
+        rig.opportunistic("in-reprefill", max_lag=2, num_steps=12)
+        kill.wait_restarted()
 
 
 def test_a_lost_acknowledgement_of_a_commit_and_a_stream_that_breaks_off(rig: Chaos) -> None:
