@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.architectures import QWEN3_1_7B, SMOLLM2_135M, TINY
 from benchmarks.engine_cases.arms import Arms, Finding, Plan
 from benchmarks.engine_cases.drive import Weights
-from benchmarks.engine_cases.shapes import QWEN3_1_7B, SMOLLM2_135M, TINY
 from benchmarks.harness import Record, Recorder, machine
 from services.rollout.weights import DTYPES
 from shared.kernels import build_ops

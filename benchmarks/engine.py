@@ -215,8 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     limits = ceilings(chosen.device)
     recorder = Recorder(args.out)
-    recorder.add(Record("engine", "ceiling", {}, "peer", "bytes_per_s", limits["bandwidth"], "B/s"))
-    recorder.add(Record("engine", "ceiling", {}, "peer", "flop_per_s", limits["matmul"], "FLOP/s"))
+    recorder.add_ceilings("engine", limits)
     is_well = True
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(soft_wrap=True)) as progress:

@@ -168,6 +168,11 @@ class Recorder:
             self.save()
         return record
 
+    def add_ceilings(self, bench: str, limits: dict[str, float]) -> None:
+        """What `ceilings` measured, as the first records of a benchmark."""
+        self.add(Record(bench, "ceiling", {}, "peer", "bytes_per_s", limits["bandwidth"], "B/s"))
+        self.add(Record(bench, "ceiling", {}, "peer", "flop_per_s", limits["matmul"], "FLOP/s"))
+
     def save(self) -> None:
         self._saved = time.monotonic()
         save(self.records, self._out)

@@ -74,8 +74,7 @@ def main() -> int:
         return 2
     limits = ceilings()
     recorder = Recorder(args.out)
-    recorder.add(Record("kernels", "ceiling", {}, "peer", "bytes_per_s", limits["bandwidth"], "B/s"))
-    recorder.add(Record("kernels", "ceiling", {}, "peer", "flop_per_s", limits["matmul"], "FLOP/s"))
+    recorder.add_ceilings("kernels", limits)
     is_well = True
     for name in args.only or SECTIONS:
         try:

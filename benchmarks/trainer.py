@@ -26,12 +26,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
+from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.harness import Record, Recorder, report
 from benchmarks.trainer_cases.clock import Measured, collect, measure
 from benchmarks.trainer_cases.ours import Trainer, check, exact_ops
 from benchmarks.trainer_cases.parts import split
 from benchmarks.trainer_cases.peers import Peer
-from benchmarks.trainer_cases.shapes import Case, flops, mfu, qwen3_1_7b, tiny
+from benchmarks.trainer_cases.shapes import Case, flops, mfu, tiny
 from services.trainer.distributed import join, leave
 from shared.kernels import Ops, build_ops
 from shared.models import Recompute
@@ -57,7 +58,7 @@ class Bench:
     def __init__(self, recorder: Recorder, *, is_tiny: bool, directory: Path) -> None:
         self.recorder, self.is_tiny = recorder, is_tiny
         self.world = join("cpu" if is_tiny else "cuda", timeout_s=600)
-        self.config = tiny() if is_tiny else qwen3_1_7b()
+        self.config = tiny() if is_tiny else QWEN3_1_7B
         self.dtype = torch.float32 if is_tiny else torch.bfloat16
         self.cases = [Case(4, 64), Case(1, 256)] if is_tiny else [Case(4, 4096), Case(1, 16384)]
         self.longest = Case(1, 512) if is_tiny else Case(1, 32768)

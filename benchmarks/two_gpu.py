@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from benchmarks import loop
+from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.harness import Record, Recorder, report
-from benchmarks.trainer_cases.shapes import qwen3_1_7b, tiny
+from benchmarks.trainer_cases.shapes import tiny
 from benchmarks.two_gpu_part import NUM_SEQUENCES
 from benchmarks.weight_serving import serving
 from services.rollout.offline import random_weights
@@ -61,7 +62,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def fsdp(args: argparse.Namespace) -> Iterator[Record]:
     """Raises AssertionError where a bit differs."""
     device, dtype = ("cpu", "float32") if args.cpu else ("cuda", "bfloat16")
-    config = tiny() if args.tiny else qwen3_1_7b()
+    config = tiny() if args.tiny else QWEN3_1_7B
     with tempfile.TemporaryDirectory(prefix="two-gpu-") as root:
         directory, out = Path(root) / "model", Path(root) / "out"
         out.mkdir()

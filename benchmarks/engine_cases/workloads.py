@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.engine_cases.shapes import QWEN3_1_7B, SMOLLM2_135M, TINY, kv_elements, num_parameters
+from benchmarks.architectures import QWEN3_1_7B, SMOLLM2_135M, TINY, kv_elements, num_parameters
 from shared.models import ModelConfig
 
 BYTES = 2

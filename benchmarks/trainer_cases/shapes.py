@@ -26,23 +26,6 @@ class Case:
         return {"sequences": self.sequences, "length": self.length}
 
 
-def qwen3_1_7b() -> ModelConfig:
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope=Rope(head_dim=128, theta=1e6),
-        qk_norm=True,
-        tie_word_embeddings=True,
-    )
-
-
 def tiny() -> ModelConfig:
     return ModelConfig(
         family="qwen3",

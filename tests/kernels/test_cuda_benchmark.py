@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.architectures import TINY
 from benchmarks.engine_cases import budget
 from benchmarks.engine_cases.arms import Arms, Plan
 from benchmarks.engine_cases.drive import Weights, build, gate, timed
-from benchmarks.engine_cases.shapes import TINY
 from benchmarks.engine_cases.workloads import Workload
 from shared.kernels.cuda import fast
 from shared.kernels.cuda.fast import FastCudaOps

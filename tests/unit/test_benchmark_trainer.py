@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks import trainer
+from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.trainer_cases.parts import part_of
-from benchmarks.trainer_cases.shapes import Case, mfu, num_parameters, qwen3_1_7b, tiny
+from benchmarks.trainer_cases.shapes import Case, mfu, num_parameters, tiny
 from shared.kernels import build_ops
 from shared.models import Decoder, ModelConfig
 
@@ -26,7 +27,7 @@ def settings_stay() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("config", [tiny(), qwen3_1_7b()], ids=["tiny", "1.7B"])
+@pytest.mark.parametrize("config", [tiny(), QWEN3_1_7B], ids=["tiny", "1.7B"])
 def test_parameters_are_counted_as_the_decoder_has_them(config: ModelConfig) -> None:
     with torch.device("meta"):
         decoder = Decoder(config, build_ops("fast"))
@@ -36,8 +37,8 @@ def test_parameters_are_counted_as_the_decoder_has_them(config: ModelConfig) -> 
 def test_mfu_is_that_of_the_published_measurement() -> None:
     """transformers with SDPA and fused AdamW on an H200: 29,100 tokens/s at 4 x 4096 were an MFU of 0.345."""
     case = Case(4, 4096)
-    assert mfu(qwen3_1_7b(), case, case.tokens / 29_100, is_step=True) == pytest.approx(0.345, abs=5e-4)
-    assert mfu(qwen3_1_7b(), case, 1.0, is_step=False) * 3 == pytest.approx(mfu(qwen3_1_7b(), case, 1.0, is_step=True))
+    assert mfu(QWEN3_1_7B, case, case.tokens / 29_100, is_step=True) == pytest.approx(0.345, abs=5e-4)
+    assert mfu(QWEN3_1_7B, case, 1.0, is_step=False) * 3 == pytest.approx(mfu(QWEN3_1_7B, case, 1.0, is_step=True))
 
 
 @pytest.mark.parametrize(

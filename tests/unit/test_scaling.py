@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.trainer_cases.shapes import num_parameters, qwen3_1_7b
+from benchmarks.architectures import QWEN3_1_7B
+from benchmarks.trainer_cases.shapes import num_parameters
 from shared.kernels import build_ops
 from shared.models import Decoder, ModelConfig, Rope
 
@@ -26,7 +27,7 @@ def test_the_tables_are_up_to_date(scaling: dict[str, Any]) -> None:
 
 
 def test_parameters_are_those_of_the_decoder(scaling: dict[str, Any]) -> None:
-    assert scaling["SMALL"].parameters == num_parameters(qwen3_1_7b())
+    assert scaling["SMALL"].parameters == num_parameters(QWEN3_1_7B)
     for model in scaling["MODELS"][:2]:
         config = ModelConfig(
             family="qwen3",

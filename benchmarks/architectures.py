@@ -1,4 +1,4 @@
-"""Architectures that the engine is measured on; weights are random unless a directory of real ones is given."""
+"""Architectures that benchmarks run on; weights are random unless a directory of real ones is given."""
 
 from __future__ import annotations
 
