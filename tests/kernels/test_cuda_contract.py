@@ -19,10 +19,10 @@ def as_services_run(uninitialised_memory_is_nan: None) -> None:
 
 
 def small(plan: Plan) -> Plan:
-    """Four layers, short answers and few rows: every arm, in seconds."""
+    """Four layers, short answers and few rows: every arm, in seconds. Answers cross several pages, or none would be preempted."""
     return replace(
         plan, model=replace(plan.model, num_layers=4), num_requests=45, new_tokens=48, batch_sizes=(1, 2, 8, 32, 44),
-        least_requests=6, prompt_tokens=(1, 150),
+        least_requests=6, prompt_tokens=(1, 150), page_size=16,
     )  # fmt: skip
 
 
