@@ -53,9 +53,9 @@ class Sources:
         # Beside the engine's own, so that neither waits for the other.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._member = uuid.uuid4().hex
-        self._mapped: dict[str, Tensor] = {}
-        """Of one trainer, by what its memory is called."""
-        self._mapped_of = ""
+        self._mapped: dict[bytes, Tensor] = {}
+        """Of one trainer's memory of one layout, by its serialized description."""
+        self._mapped_of: tuple[str, ArenaLayout] | None = None
         self._group: BroadcastGroup | None = None
         self._group_of = ""
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Sources:
                 raise Unreachable(f"a round of {grant.broadcast.nbytes} bytes, the version has {layout.nbytes}")
             self._receive(flat, grant.broadcast, layout, lease, address)
             return
-        theirs = self._map(grant, address)
+        theirs = self._map(grant, (address, layout))
         if theirs.numel() < layout.nbytes:
             raise Unreachable(f"the trainer's buffer has {theirs.numel()} bytes, the version {layout.nbytes}")
         with torch.cuda.stream(self._stream):
@@ -119,11 +119,15 @@ class Sources:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _map(self, grant: pb.Grant, address: str) -> Tensor:
-        """Maps a buffer once: the trainer writes version after version into it. Raises Unreachable."""
-        key = grant.shm.path if grant.HasField("shm") else grant.ipc.handle.hex()
-        if address != self._mapped_of:
-            self._mapped, self._mapped_of = {}, address
+    def _map(self, grant: pb.Grant, mapped_of: tuple[str, ArenaLayout]) -> Tensor:
+        """Maps a buffer once: the trainer writes version after version into it. Raises Unreachable.
+
+        Args:
+            mapped_of: address of the trainer and layout: of others it has no buffers any more.
+        """
+        key = (grant.shm if grant.HasField("shm") else grant.ipc).SerializeToString(deterministic=True)
+        if mapped_of != self._mapped_of:
+            self._mapped, self._mapped_of = {}, mapped_of
         if key not in self._mapped:
             self._mapped[key] = map_shared(grant.shm) if grant.HasField("shm") else map_device(grant.ipc)
         return self._mapped[key]

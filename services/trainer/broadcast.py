@@ -151,6 +151,8 @@ class Rounds:
                 metric(names.WEIGHT_SYNC_BYTES).labels("broadcast").inc(members[0].slot.layout.nbytes)
                 log.info("broadcast", replicas=[m.name for m in members], epoch=self._epoch, seconds=seconds)
             self._end(members, failure)
+            # They hold a version's memory.
+            members.clear()
         self._give_up()
 
     def _next_members(self) -> list[Member]:

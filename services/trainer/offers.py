@@ -25,7 +25,7 @@ from services.trainer.config import TrainerConfig
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.transfer.arena import ArenaLayout
-from shared.transfer.memory import SharedArena, export_device
+from shared.transfer.memory import SharedArena, export_device, release_export
 from shared.wire import rpc
 from shared.wire.pb import trainer_pb2 as pb
 from shared.wire.pb.trainer_pb2_grpc import WeightSourceServicer, add_WeightSourceServicer_to_server
@@ -72,6 +72,12 @@ class Slot:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
+    def close(self) -> None:
+        """Nobody reads it and nobody will; the memory goes with the last view of it."""
+        self.host.close()
+        if self.exported is not None:
+            release_export(self.exported)
+
 
 class Offers(WeightSourceServicer):
     """Built on rank 0, with a server of its own until `close`. Raises OSError when its address is taken.
@@ -107,12 +113,14 @@ class Offers(WeightSourceServicer):
                 self._withdraw(slot)
         self._server.stop(grace=0.5).wait(1.0)
         for slot in self._slots:
-            slot.host.close()
+            slot.close()
 
     def room(self, layout: ArenaLayout) -> Slot | None:
         """A slot to fill, whose offer is over; None when all are being read."""
         with self._lock:
-            self._slots = [s for s in self._slots if s.layout == layout or s.readers]
+            for slot in [s for s in self._slots if s.layout != layout and not s.readers]:
+                self._slots.remove(slot)
+                slot.close()
             free = [s for s in self._slots if s.layout == layout and not s.readers]
             if len(self._slots) < NUM_SLOTS:
                 self._slots.append(self._new_slot(layout))

@@ -39,7 +39,12 @@ class SharedArena:
         """[nbytes] uint8."""
 
     def message(self) -> SharedMemory:
-        return SharedMemory(host=host_id(), path=f"/proc/{os.getpid()}/fd/{self._file}", nbytes=self.flat.numel())
+        return SharedMemory(
+            host=host_id(),
+            path=f"/proc/{os.getpid()}/fd/{self._file}",
+            nbytes=self.flat.numel(),
+            inode=os.fstat(self._file).st_ino,
+        )
 
     def pin(self) -> None:
         """Lets a GPU copy to it at full speed. Raises RuntimeError when that is not possible."""
@@ -58,8 +63,12 @@ def map_shared(message: SharedMemory) -> Tensor:
     _require_same_host(message.host, "the trainer's memory")
     try:
         with open(message.path, "rb") as file:
+            if os.fstat(file.fileno()).st_ino != message.inode:
+                raise Unreachable(f"the trainer's memory {message.path} is another file by now")
             # Private: what nobody writes to is shared all the same, and torch wants memory that could be written.
             mapped = mmap.mmap(file.fileno(), message.nbytes, access=mmap.ACCESS_COPY)
+    except Unreachable:
+        raise
     except (OSError, ValueError) as error:
         raise Unreachable(f"the trainer's memory {message.path} can't be mapped: {error}") from error
     return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -86,6 +95,11 @@ def export_device(flat: Tensor) -> DeviceMemory:
         event_sync_required=event_required,
         nbytes=flat.numel(),
     )
+
+
+def release_export(message: DeviceMemory) -> None:
+    """What `export_device` took hold of is free with its tensor, also where no reader ever mapped it."""
+    torch.UntypedStorage._release_ipc_counter(message.ref_counter_handle, message.ref_counter_offset, device="cuda")
 
 
 def map_device(message: DeviceMemory) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
 from services.rollout.sources import Sources, SourceUnavailable
+from shared.transfer.memory import SharedArena, Unreachable, map_shared
 from shared.wire import rpc
 from shared.wire.pb import trainer_pb2 as trainer_pb
 from shared.wire.pb import weight_sync_pb2 as pb
@@ -99,6 +101,42 @@ def test_a_buffer_of_another_size_replaces_the_old_ones() -> None:
             manifest = offer(made, step, elements=elements)
             got = sources.copy(manifest, deadline_s=DEADLINE_S)
             assert torch.equal(got["a"], weights(step, elements=elements)["a"])
+
+
+def test_memory_of_another_layout_is_closed_and_unmapped_on_both_sides() -> None:
+    inodes = set()
+    with offers("shm") as made:
+        sources = Sources("r0", CPU)
+        for run in range(6):
+            elements = 80_000 + run % 3 * 80_000
+            for step in range(3):
+                offer(made, step, elements=elements)
+                memory = made._slots[-1].host.message()
+                inodes.add(memory.inode)
+                sources._map(trainer_pb.Grant(shm=memory), ("trainer", layout_of(weights(step, elements=elements))))
+        assert len(inodes) == 12
+        # Two buffers: the owner's descriptor, and a descriptor and a mapping of owner and reader each.
+        assert (num_open(inodes), num_mapped(inodes)) == (6, 4)
+
+
+def num_open(inodes: set[int]) -> int:
+    """Descriptors of this process that name one of these memory files."""
+    found = [path for path in Path("/proc/self/fd").iterdir() if "timzero-weights" in str(path.resolve())]
+    return sum(path.stat().st_ino in inodes for path in found)
+
+
+def num_mapped(inodes: set[int]) -> int:
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "timzero-weights" in line]
+    return sum(int(line.split()[4]) in inodes for line in lines)
+
+
+def test_a_file_that_has_the_path_of_another_one_by_now_is_not_taken_for_it() -> None:
+    memory = SharedArena(4096)
+    earlier = memory.message()
+    earlier.inode += 1
+    with pytest.raises(Unreachable, match="another file by now"):
+        map_shared(earlier)
+    assert map_shared(memory.message()).numel() == 4096
 
 
 def test_an_announced_version_exists_at_once_and_its_bytes_are_waited_for(tmp_path) -> None:

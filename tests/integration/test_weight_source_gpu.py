@@ -40,6 +40,20 @@ def test_the_gpu_of_another_machine_is_refused_and_nothing_is_left_open() -> Non
         assert error.value.reason == "unreachable"
 
 
+def test_buffers_of_another_layout_are_gone_from_the_gpu_whether_or_not_somebody_mapped_them() -> None:
+    gpu = torch.device("cuda")
+    before = torch.cuda.memory_allocated(gpu)
+    with offers("ipc", device=gpu) as made, readers("r0", device="cuda") as (reader,):
+        for step, elements in enumerate(6 * (ELEMENTS, 2 * ELEMENTS)):
+            manifest = offer(made, step, elements=elements, device=gpu)
+            if step % 2:
+                reader.ask("copy", manifest)
+                assert reader.answer() == ("copied", byte_sum(step, elements=elements))
+        # Two buffers at most, where a lease was not over yet; six that nobody mapped would be more.
+        largest = made._slots[-1].layout.nbytes
+        assert torch.cuda.memory_allocated(gpu) - before <= 2 * largest + 2**20
+
+
 @pytest.mark.parametrize("transport", ["shm", "ipc", "broadcast"])
 def test_a_slot_holds_on_the_host_what_was_gathered_on_the_gpu(transport: str) -> None:
     gpu = torch.device("cuda")

@@ -68,14 +68,16 @@ class Grant(_message.Message):
     def __init__(self, shm: _Optional[_Union[SharedMemory, _Mapping]] = ..., ipc: _Optional[_Union[DeviceMemory, _Mapping]] = ..., broadcast: _Optional[_Union[Round, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("host", "path", "nbytes")
+    __slots__ = ("host", "path", "nbytes", "inode")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
     host: str
     path: str
     nbytes: int
-    def __init__(self, host: _Optional[str] = ..., path: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    inode: int
+    def __init__(self, host: _Optional[str] = ..., path: _Optional[str] = ..., nbytes: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("host", "uuid", "handle", "storage_bytes", "storage_offset", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required", "nbytes")
