@@ -26,7 +26,8 @@ class MergedDecoder:
     """Runs a decoder's layers; the decoder itself keeps names, norms and the head."""
 
     def __init__(self, decoder: Decoder, ops: CudaOps, *, num_positions: int) -> None:
-        """Merge the weights of `decoder` in memory: its parameters are views from now on.
+        """Merge the weights of `decoder` in memory: its parameters are views from now on, and keep nothing of the memory that it
+        was given.
 
         Args:
             num_positions: that any position will lie below; the rotary table is made once, so that graphs can keep it.
@@ -36,6 +37,7 @@ class MergedDecoder:
         weight = decoder.head_weight
         self.rows = MergedRows(self.config.heads, weight.dtype, weight.device, has_norms=self.config.qk_norm)
         self._layers = [_MergedLayer(layer) for layer in decoder.model.layers]
+        _own(decoder.model.embed_tokens, decoder.model.norm, decoder.lm_head)
         decoder.rope_table.rows(
             torch.zeros(1, dtype=torch.int64, device=weight.device), weight.dtype, num_positions=num_positions
         )
@@ -71,6 +73,8 @@ class _MergedLayer:
     def __init__(self, layer: nn.Module) -> None:
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
+        _own(attention.o_proj, attention.q_norm, attention.k_norm, mlp.down_proj)
+        _own(layer.input_layernorm, layer.post_attention_layernorm)
         self.qkv = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
         self.output = attention.o_proj.weight, attention.o_proj.bias
         self.gate_up = _merge(mlp.gate_proj, mlp.up_proj)
@@ -90,12 +94,31 @@ def _merge(*linears: Linear) -> tuple[Tensor, Tensor | None]:
     weight = torch.cat([*(linear.weight for linear in linears)])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
+    _settle(weight)
     for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     if bias is not None:
         for linear, part in zip(linears, bias.split(sizes), strict=True):
             linear.bias = nn.Parameter(part, requires_grad=False)
     return weight, bias
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _own(*modules: nn.Module | None) -> None:
+    """Parameters that are parts of a larger buffer get memory of their own: one of them would keep all of it alive."""
+    for module in modules:
+        for name, weight in list(module.named_parameters(recurse=False)) if module is not None else ():
+            if weight.untyped_storage().nbytes() > weight.nbytes:
+                copy = weight.detach().clone()
+                _settle(copy)
+                setattr(module, name, nn.Parameter(copy, requires_grad=False))
+
+
+def _settle(copy: Tensor) -> None:
+    """Waits for the copy: who staged the original gets its memory back, in another stream."""
+    if copy.is_cuda:
+        torch.cuda.current_stream(copy.device).synchronize()
 
 
 def certify_merged(ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import OfflineEngine, Sampled
@@ -12,9 +13,10 @@ from shared.kernels import InexactKernelError, build_ops
 from shared.kernels.certify import Table
 from shared.kernels.cuda.ops import CudaOps
 from shared.models import Decoder, ModelConfig, packed_layout
-from shared.models.merged import certify_merged
+from shared.models.merged import MergedDecoder, certify_merged
+from shared.transfer.arena import ArenaLayout
 from tests.kernels.cuda_testing import DEVICE, IS_INTERPRETED, device_ops
-from tests.kernels.kernel_testing import tiny_config
+from tests.kernels.kernel_testing import same_bits, tiny_config
 
 DTYPE = "float32" if IS_INTERPRETED else "bfloat16"
 
@@ -125,6 +127,25 @@ def test_a_swap_in_place_serves_the_new_weights_and_filters_work_on_padded_steps
     )
     fresh.submit([5, 6, 7], number=2, max_tokens=2, temperature=0.0)
     assert bits(fresh.run())["2.0"] == bits(results)["2.0"]
+
+
+def test_a_first_version_keeps_nothing_of_the_buffer_that_it_came_in(tmp_path):
+    model = model_of()
+    given = {n: w.to(DEVICE, getattr(torch, DTYPE)) for n, w in weights_of(model).items()}
+    layout = ArenaLayout.of((name, DTYPE, tuple(w.shape)) for name, w in given.items())
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=DEVICE)
+    for name, view in layout.views(flat).items():
+        view.copy_(given[name])
+    decoder = Decoder(model, device_ops(tmp_path))
+    decoder.load_state_dict(layout.views(flat), assign=True)
+    buffer = StorageWeakRef(flat.untyped_storage())
+    del flat, view
+    assert not buffer.expired()
+    merged = MergedDecoder(decoder.requires_grad_(False), decoder.ops, num_positions=16)
+    assert buffer.expired()
+    storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in decoder.parameters()}
+    assert sum(storages.values()) == sum(w.nbytes for w in given.values()), "no weight lies in memory twice"
+    assert all(same_bits(w, given[name]) for name, w in merged.decoder.named_parameters())
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a device certifies it")
