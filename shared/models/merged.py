@@ -31,11 +31,20 @@ class MergedDecoder:
 
         Args:
             num_positions: that any position will lie below; the rotary table is made once, so that graphs can keep it.
+
+        Raises:
+            InexactKernelError: mode 'exact', and a row operation without another way to run has other bits than the trainer's.
         """
         self.decoder, self.ops, self.config = decoder, ops, decoder.config
         self._num_positions = num_positions
         weight = decoder.head_weight
-        self.rows = MergedRows(self.config.heads, weight.dtype, weight.device, has_norms=self.config.qk_norm)
+        self.rows = MergedRows(
+            self.config.heads,
+            weight.dtype,
+            weight.device,
+            has_norms=self.config.qk_norm,
+            is_exact=ops.mode == "exact",
+        )
         self._layers = [_MergedLayer(layer) for layer in decoder.model.layers]
         _own(decoder.model.embed_tokens, decoder.model.norm, decoder.lm_head)
         decoder.rope_table.rows(

@@ -9,8 +9,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import OfflineEngine, Sampled
+from services.rollout.samples import UnservableRun
 from shared.kernels import InexactKernelError, build_ops
 from shared.kernels.certify import Table
+from shared.kernels.cuda.merged import MergedRows, silu_mul_halves
 from shared.kernels.cuda.ops import CudaOps
 from shared.models import Decoder, ModelConfig, packed_layout
 from shared.models.merged import MergedDecoder, certify_merged
@@ -146,6 +148,20 @@ def test_a_first_version_keeps_nothing_of_the_buffer_that_it_came_in(tmp_path):
     storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in decoder.parameters()}
     assert sum(storages.values()) == sum(w.nbytes for w in given.values()), "no weight lies in memory twice"
     assert all(same_bits(w, given[name]) for name, w in merged.decoder.named_parameters())
+
+
+def test_a_merged_operation_with_other_bits_refuses_to_start_in_exact_mode_alone(tmp_path, monkeypatch):
+    def off_by_a_bit(gate_up: torch.Tensor) -> torch.Tensor:
+        out = silu_mul_halves(gate_up)
+        out.view(torch.uint8)[0, 0] ^= 1
+        return out
+
+    monkeypatch.setattr("shared.kernels.cuda.merged.silu_mul_halves", off_by_a_bit)
+    with pytest.raises(
+        UnservableRun, match=r"silu_mul .* in 1 of \d+ .* values .* Empty Triton's cache .* numerics 'fast'"
+    ):
+        engine_of(tmp_path, model_of())
+    MergedRows((2, 1, 16), torch.float32, DEVICE, has_norms=False, is_exact=False)
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a device certifies it")

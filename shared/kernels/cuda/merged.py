@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.cuda.rowwise import Rope, SiluMul, kv_write, rms_norm
+from shared.kernels.ops import InexactKernelError
 
 
 @triton.jit
@@ -98,16 +99,26 @@ class MergedRows:
     """The operations for one model shape on one device."""
 
     def __init__(
-        self, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, has_norms: bool
+        self,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_norms: bool,
+        is_exact: bool = True,
     ) -> None:
         """Args:
         heads: (H, K, D).
         has_norms: whether query and key heads are normed.
+        is_exact: whether the bits of `silu_mul_halves`, which has no other way to run, matter.
+
+        Raises:
+            InexactKernelError: they do, and are not those of `SiluMul`.
         """
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.has_norms = has_norms
         self.is_placed_at_once = self.adds_in_norm = True
-        self._certify(dtype, device)
+        self._certify(dtype, device, is_exact=is_exact)
 
     def place_qkv(
         self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, table: tuple[Tensor, Tensor],
@@ -164,7 +175,7 @@ class MergedRows:
         return q
 
     @torch.no_grad()
-    def _certify(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _certify(self, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> None:
         """Compares both ways on numbers of many exponents, at several row counts."""
         h, k, d = self.num_heads, self.num_kv_heads, self.head_dim
         tokens = 19
@@ -194,7 +205,15 @@ class MergedRows:
             self.adds_in_norm &= _same_bits(y, plain) and _same_bits(total, expected)
         gate_up = draw(tokens, 2 * hidden)
         gate, up = (half.contiguous() for half in gate_up.chunk(2, 1))
-        assert _same_bits(silu_mul_halves(gate_up), SiluMul.apply(gate, up)), "elementwise, and yet other bits"
+        merged, plain = silu_mul_halves(gate_up), SiluMul.apply(gate, up)
+        if is_exact and not _same_bits(merged, plain):
+            raise InexactKernelError(
+                "silu_mul over the halves of one projection (cuda.merged.silu_mul_halves_kernel) has other bits than over two "
+                f"(cuda.rowwise) in {int((merged != plain).sum())} of {plain.numel()} {dtype} values on {device}, compiled by triton "
+                f"{triton.__version__}: both are elementwise, so one was compiled wrongly. Empty Triton's cache (TRITON_CACHE_DIR, by "
+                "default ~/.triton/cache), install the triton that this torch build asks for, or take numerics 'fast', which promises "
+                "nothing"
+            )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
