@@ -209,10 +209,10 @@ class MergedRows:
         if is_exact and not _same_bits(merged, plain):
             raise InexactKernelError(
                 "silu_mul over the halves of one projection (cuda.merged.silu_mul_halves_kernel) has other bits than over two "
-                f"(cuda.rowwise) in {int((merged != plain).sum())} of {plain.numel()} {dtype} values on {device}, compiled by triton "
-                f"{triton.__version__}: both are elementwise, so one was compiled wrongly. Empty Triton's cache (TRITON_CACHE_DIR, by "
-                "default ~/.triton/cache), install the triton that this torch build asks for, or take numerics 'fast', which promises "
-                "nothing"
+                f"(cuda.rowwise) in {int((merged != plain).sum())} of {plain.numel()} {dtype} values on {device}, compiled by "
+                f"triton {triton.__version__}: both are elementwise, so one was compiled wrongly. Empty Triton's cache "
+                "(TRITON_CACHE_DIR, by default ~/.triton/cache), install the triton that this torch build asks for, or take "
+                "numerics 'fast', which promises nothing"
             )
 
 
