@@ -8,6 +8,7 @@ Legend: T tokens (padded), R sampled rows (padded), N slots; slot N belongs to n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,11 @@ class PagedRunner(ModelRunner):
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
         shape = self._shape(batch)
         has_scorings = not self.tables.is_sample[batch.slots_S].all()
-        fitting = None if has_scorings or not self.config.cuda_graphs else self._captured(shape, batch)
+        fitting = (
+            None
+            if has_scorings or not self.config.cuda_graphs
+            else self._captured(shape, int((batch.q_lens_S > 1).sum()))
+        )
         host = self._block.next_host((fitting or shape).tokens)
         fill(host, batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
         begin = self.clock.mark()
@@ -121,8 +126,8 @@ class PagedRunner(ModelRunner):
             tiles=int((-(-batch.q_lens_S[~is_one] // self._tile_queries)).sum()),
         )
 
-    def _captured(self, shape: Shape, batch: Batch) -> Shape | None:
-        num_prompts = int((batch.q_lens_S > 1).sum())
+    def _captured(self, shape: Shape, num_prompts: int) -> Shape | None:
+        """The captured shape that holds an exact one with so many chunks of more than one token, or None: it runs eagerly."""
         found = capturable(
             shape, num_prompts=num_prompts, tile_queries=self._tile_queries, max_running=self.config.max_running
         )
@@ -188,19 +193,27 @@ class PagedRunner(ModelRunner):
         return host.copy_(values, non_blocking=True)
 
     def _warm_up(self) -> None:
-        """Captures the decode steps of every size, and whatever they compile and certify."""
+        """Captures decode steps and draws of every size, and whatever they compile and certify; what runs eagerly just runs."""
         if not self.config.cuda_graphs or self.device.type != "cuda":
             return
+        for exact, captured in self._decode_steps():
+            self._send_nothing(exact.tokens)
+            if captured is not None:
+                self._graphs.run(captured, partial(self._forward, captured))
+            else:
+                self._forward(exact)
+            self._graphs.run(("draw", exact.tokens), partial(self._draw_rows, exact.tokens))
+
+    def _decode_steps(self) -> Iterator[tuple[Shape, Shape | None]]:
+        """Decode steps of every padded number of sequences, descending, each with the shape it is captured in; None: eager."""
         kv_heads = self.model.run.model.num_kv_heads
         for size in padded_sizes(min(self.config.max_running, self.config.max_step_tokens)):
             chunk = self.ops.choose_chunk(size * kv_heads, 1)
             exact = Shape(tokens=size, ones=size, longs=0, chunks=1, chunk=chunk, tiles=0)
-            self._send_nothing(exact)
-            self._graphs.run(exact, partial(self._forward, exact))
-            self._graphs.run(("draw", size), partial(self._draw_rows, size))
+            yield exact, self._captured(exact, num_prompts=0)
 
-    def _send_nothing(self, shape: Shape) -> None:
-        host = self._block.next_host(shape.tokens)
+    def _send_nothing(self, num_tokens: int) -> None:
+        host = self._block.next_host(num_tokens)
         clear(host, self.config.max_running)
         self._block.send()
         self.clock.wait(self.clock.mark())
@@ -213,7 +226,7 @@ class PagedRunner(ModelRunner):
         chunk = self.ops.choose_chunk(run.model.num_kv_heads, 1)
         tiles = tokens // self._tile_queries + 16
         shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=tiles)
-        self._send_nothing(shape)
+        self._send_nothing(tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._forward(shape)
