@@ -227,7 +227,7 @@ class LocalStack:
         return self._service("gateway", "gateway", self.gateway_port, keys, is_ready=self._answers_healthz)
 
     def _answers_healthz(self, timeout_s: float) -> bool:
-        """Not /readyz: that asks for a ready replica too, whose absence is no reason to kill the gateway."""
+        """Not /readyz: that may ask for a ready replica too, whose absence is no reason to kill the gateway."""
         try:
             return httpx.get(f"{self.base_url}/healthz", timeout=timeout_s).status_code == 200
         except httpx.TransportError:

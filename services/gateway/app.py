@@ -293,7 +293,7 @@ async def healthz() -> answers.Health:
 
 @probes.get("/readyz", tags=["probes"], response_model=answers.Readiness, responses={503: responses("not-ready")[503]})
 async def readyz(request: Request) -> answers.Readiness:
-    """Valkey and weight_sync answer, and a replica is ready where a run is active."""
+    """Valkey and weight_sync answer, and a replica is ready where samples wait to be generated."""
     return await runs.readiness(gateway_of(request))
 
 

@@ -77,9 +77,12 @@ async def readiness(gateway: Gateway) -> answers.Readiness:
     checks = {"valkey": await _valkey(gateway), "weight_sync": await _weight_sync(gateway), "replicas": "ok"}
     if checks["valkey"] == "ok":
         newest = await gateway.store.newest_run()
-        num_ready = gateway.replicas().get("ready", 0)
-        if newest is not None and not newest.state.is_over and num_ready == 0:
-            checks["replicas"] = f"run {newest.run} is {newest.state} and no replica is ready"
+        is_served = newest is None or newest.state.is_over or gateway.replicas().get("ready", 0) > 0
+        # A run that is fed with groups sampled elsewhere has no replica, and needs none.
+        if newest and not is_served and (waiting := (await gateway.store.counts(newest.run)).to_generate):
+            checks["replicas"] = (
+                f"run {newest.run} is {newest.state}, {waiting} samples wait to be generated and no replica is ready"
+            )
     failed = [name for name, state in checks.items() if state != "ok"]
     if failed:
         raise Problem(

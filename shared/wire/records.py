@@ -231,6 +231,12 @@ class Counts:
     def live(self) -> int:
         return sum(n for state, n in self.by_state.items() if not state.is_final)
 
+    @property
+    def to_generate(self) -> int:
+        """Samples of prompts and evaluations that are not entirely generated."""
+        lanes = (self.by_state, self.eval_by_state)
+        return sum(lane.get(state, 0) for lane in lanes for state in (State.ACCEPTED, State.GENERATING))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:

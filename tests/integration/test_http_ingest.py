@@ -107,6 +107,18 @@ def test_ingested_group_goes_the_way_of_a_generated_one(
     assert (m["accepted"], m["ingested"], m["trained"], m["live"], m["dropped"]) == (4, 2, 4, 0, {})
 
 
+def test_a_run_that_is_fed_from_outside_alone_is_ready_without_a_replica(
+    client: Client, http: httpx.Client, run: str, digest: str
+) -> None:
+    for number in range(2):
+        assert client.ready(deadline_s=DEADLINE_S)
+        client.post_trajectories(run, [group(number=number)])
+    assert http.get("/readyz").json()["checks"]["replicas"] == "ok"
+    client.create_eval(run, [{"prompt": "1"}])
+    checks = http.get("/readyz").json()["checks"]
+    assert "1 samples wait" in checks["replicas"], "an evaluation is generated here, and by nobody else"
+
+
 def test_example_of_the_openapi_document_is_accepted(http: httpx.Client, client: Client, run: str, digest: str) -> None:
     (example,) = http.get("/openapi.json").json()["components"]["schemas"]["SampledGroup"]["examples"]
     assert post(http, run, example).status_code == 202

@@ -160,13 +160,15 @@ def test_versions_and_their_manifests(
     assert (caught.value.status, caught.value.code) == (404, "version-unknown")
 
 
-def test_ready_needs_a_replica_while_a_run_is_active(
+def test_ready_needs_a_replica_while_samples_wait_to_be_generated(
     client: Client, run: str, gateway: HttpGateway, http: httpx.Client
 ) -> None:
     assert http.get("/healthz").json() == {"status": "ok"}
+    assert http.get("/readyz").status_code == 200, "prompts would be accepted"
+    client.post_prompts(run, [{"number": 0, "prompt": "1"}])
     answer = http.get("/readyz")
     assert (answer.status_code, answer.json()["code"]) == (503, "not-ready")
-    assert "no replica is ready" in answer.json()["checks"]["replicas"]
+    assert "2 samples wait to be generated and no replica is ready" in answer.json()["checks"]["replicas"]
     gateway.replicas = {"ready": 1}
     assert http.get("/readyz").status_code == 200
     gateway.replicas = {}
