@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,28 +130,30 @@ def cpu_time(run: Callable[[], Any], *, repeats: int = 3) -> Timing:
 def graph_time(runs: Sequence[Callable[[], Any]], *, repeats: int = 10) -> Timing:
     """Device time of one call inside a replayed graph of several, each over buffers of its own: the data comes from memory
     and the launch is not on the clock."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for run in runs:
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # not `torch.cuda.graph`, which collects garbage and empties the allocator's cache before every capture
-        graph.capture_begin()
-        for run in runs:
-            run()
-        graph.capture_end()
-        graph.replay()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        for mark in marks[:-1]:
-            mark.record()
-            graph.replay()
-        marks[-1].record()
-    torch.cuda.synchronize()
-    times = [1e3 * a.elapsed_time(b) / len(runs) for a, b in pairwise(marks)]
-    quarters = statistics.quantiles(times, n=4)
-    return Timing(statistics.median(times), quarters[0], quarters[2])
+    return graph_times([runs], repeats=repeats)[0]
+
+
+def graph_times(series: Sequence[Sequence[Callable[[], Any]]], *, repeats: int = 10) -> list[Timing]:
+    """`graph_time` of each series, replayed in turns: a device that grows warm is slower for all of them alike."""
+    from shared.kernels.cuda.replay import replay_times
+
+    found = []
+    for times in replay_times(series, repeats=repeats):
+        quarters = statistics.quantiles(times, n=4)
+        found.append(Timing(statistics.median(times), quarters[0], quarters[2]))
+    return found
+
+
+class Budget:
+    """Seconds that a section may take. What does not fit is recorded as not run, never left out in silence."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        """Args: seconds, None for no limit."""
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
 
 
 class Recorder:
@@ -178,11 +179,12 @@ class Recorder:
         save(self.records, self._out)
 
 
-def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, help="JSON file for the records")
-    parser.add_argument("--only", nargs="*", help="sections to run")
-    return parser.parse_args()
+def parser(description: str) -> argparse.ArgumentParser:
+    """What every benchmark takes."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--out", type=Path, help="JSON file for the records")
+    found.add_argument("--only", nargs="*", help="sections to run")
+    return found
 
 
 def save(records: list[Record], out: Path | None) -> None:

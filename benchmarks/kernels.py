@@ -1,6 +1,8 @@
 """GPU kernels: bits first (a red check refuses to time), then speed against cuBLAS, SDPA, plain torch and the machine's ceilings.
 
-`python -m benchmarks.kernels [--out FILE] [--only attention logprob rowwise grouped gemm]`
+`python -m benchmarks.kernels [--out FILE] [--only attention logprob rowwise grouped gemm] [--seconds 200]`
+
+`gemm:Qwen3-1.7B` is the section `gemm` for that model alone. `--seconds` is for `gemm`: what does not fit is recorded as not run.
 """
 
 from __future__ import annotations
@@ -9,21 +11,41 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
-from benchmarks.harness import Record, Recorder, arguments, ceilings, report
+from benchmarks.harness import Record, Recorder, ceilings, parser, report
 from benchmarks.kernel_cases import attention, gemm, grouped, head, rowwise
 
-SECTIONS: dict[str, ModuleType] = {
-    "attention": attention,
-    "logprob": head,
-    "rowwise": rowwise,
-    "grouped": grouped,
-    "gemm": gemm,
-}
+SECTIONS = {"attention": attention, "logprob": head, "rowwise": rowwise, "grouped": grouped, "gemm": gemm}
+
+
+class Section(Protocol):
+    """A module of `kernel_cases`, or what one of them builds from the arguments."""
+
+    def check(self) -> Iterable[Record]: ...
+
+    def time(self, limits: dict[str, float]) -> Iterable[Record]: ...
+
+
+def chosen(only: Sequence[str] | None) -> dict[str, list[str]]:
+    """Section -> its models, for `gemm` (none: all of them).
+
+    Raises:
+        ValueError: a section or model that does not exist.
+
+    >>> chosen(["rowwise", "gemm:Qwen3-0.6B", "gemm:Qwen3-8B"])
+    {'rowwise': [], 'gemm': ['Qwen3-0.6B', 'Qwen3-8B']}
+    """
+    found: dict[str, list[str]] = {}
+    for word in only or SECTIONS:
+        name, _, model = word.partition(":")
+        if name not in SECTIONS or (model and (name != "gemm" or model not in gemm.MODELS)):
+            raise ValueError(f"no section {word}; there are {', '.join(SECTIONS)} and gemm:{{{','.join(gemm.MODELS)}}}")
+        found.setdefault(name, []).extend([model] if model else [])
+    return found
 
 
 def is_red(record: Record) -> bool:
@@ -43,7 +65,7 @@ def take(name: str, part: Callable[[], Iterable[Record]], recorder: Recorder) ->
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def run_section(name: str, section: ModuleType, limits: dict[str, float], recorder: Recorder) -> bool:
+def run_section(name: str, section: Section, limits: dict[str, float], recorder: Recorder) -> bool:
     """Checks, then times if nothing is red. Returns whether all was well."""
     checks = take(f"{name} check", section.check, recorder)
     red = [r for r in checks if is_red(r)]
@@ -64,21 +86,24 @@ def run_section(name: str, section: ModuleType, limits: dict[str, float], record
 
 
 def main() -> int:
-    args = arguments(__doc__ or "")
+    words = parser(__doc__ or "")
+    words.add_argument("--seconds", type=float, help="that the section gemm may take")
+    args = words.parse_args()
+    try:
+        sections = chosen(args.only)
+    except ValueError as error:
+        words.error(str(error))
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a CUDA device, found none", file=sys.stderr)
-        return 2
-    unknown = set(args.only or ()) - SECTIONS.keys()
-    if unknown:
-        print(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}", file=sys.stderr)
         return 2
     limits = ceilings()
     recorder = Recorder(args.out)
     recorder.add_ceilings("kernels", limits)
     is_well = True
-    for name in args.only or SECTIONS:
+    for name, models in sections.items():
+        section: Section = SECTIONS[name] if name != "gemm" else gemm.Products(models, args.seconds)
         try:
-            is_well &= run_section(name, SECTIONS[name], limits, recorder)
+            is_well &= run_section(name, section, limits, recorder)
         except Exception:
             # what other sections find is still worth the device's time
             traceback.print_exc()

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness import Record, cuda_time, gradient_errors
 from benchmarks.kernel_cases.gemm import table
-from shared.kernels.cuda.head import ROWS, Draw, LmLogprob, accumulate, read_head
+from shared.kernels.cuda.head import GRADIENT_ROWS, ROWS, Draw, LmLogprob, accumulate, read_head
 
 VOCAB, HIDDEN, TOKENS = 151936, 2048, 16384
 
@@ -80,14 +80,16 @@ def time(limits: dict[str, float]) -> list[Record]:
 
     x, weight = h.detach(), w.detach()
     total = torch.zeros(VOCAB, HIDDEN, device="cuda")
-    grad = torch.randn(ROWS, VOCAB, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(GRADIENT_ROWS, VOCAB, device="cuda", dtype=torch.bfloat16)
 
     def bare() -> None:
+        """As often, and of as many rows, as forward and backward call them."""
         for r in range(0, TOKENS, ROWS):
             product(x[r : r + ROWS], weight)
             product(x[r : r + ROWS], weight)
+        for r in range(0, TOKENS, GRADIENT_ROWS):
             grad @ weight
-            accumulate(total, grad.t(), x[r : r + ROWS])
+            accumulate(total, grad.t(), x[r : r + GRADIENT_ROWS])
 
     gemms = cuda_time(bare, rep_ms=300)
     params = {"tokens": TOKENS, "d": HIDDEN, "v": VOCAB}

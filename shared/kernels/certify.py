@@ -14,26 +14,26 @@ import bisect
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import triton
 
 from shared.kernels.cuda import identity
-from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
+from shared.kernels.cuda.gemm import REFERENCE
+from shared.kernels.cuda.members import CUBLASLT, candidates, run_member
+from shared.kernels.cuda.probe import Probe
 from shared.kernels.ops import InexactKernelError
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """A bucket holds the row counts from behind the one before it up to this one."""
 LARGE = 128
 """Above the last bucket rows run in whole multiples of this, and the rest as a bucket of its own."""
-LARGE_LIMIT = 16384
-"""Rows of the largest product that is certified, where the outputs fit."""
-CUBLASLT = "cublaslt"
+FINALISTS = 5
+CLOSE = 1.2
+"""Candidates this much slower than the best at first sight may still be it."""
+MISFIT = "does not fit this device"
 
 Shape = tuple[int, int]
 """(N, K) of a weight."""
@@ -69,20 +69,9 @@ class Entry:
     checked: int = 0
     """(member, row count) pairs compared; those of the members above without a differing bit."""
 
-
-_TILES: dict[str, Tile] = {tile.name: tile for tile in (REFERENCE, *FEW_TOKENS, *MANY_TOKENS)}
-
-
-def run_member(
-    name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    """out [T, N] = x [T, K] @ w [N, K].T (+ bias), by one member of the class."""
-    if name != CUBLASLT:
-        return gemm(x, w, _TILES[name], bias=bias, out=out)
-    if out.dtype != x.dtype:
-        torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
-        return out if bias is None else out.add_(bias)
-    return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
+    def member(self, rows: int) -> str:
+        """That runs a product of so many rows, or all of it but the last few."""
+        return self.large if rows > BUCKETS[-1] else self.members[bisect.bisect_left(BUCKETS, rows)]
 
 
 def certify(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool = False) -> Entry:
@@ -91,73 +80,36 @@ def certify(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype, has_b
     Raises:
         UncertifiedError: not even the reference gives a row the same bits at every row count.
     """
-    probe = _Probe(n, k, dtype, out_dtype, has_bias)
-    entry = Entry([], [], "", probe.x.shape[0])
-    low = 1
-    for top in BUCKETS:
-        counts = list(range(low, top + 1))
-        name, us = _pick(probe, entry, _timed(probe, entry, top), counts)
+    probe = Probe(n, k, dtype, out_dtype, has_bias)
+    probe.compile([REFERENCE.name, *(name for top in BUCKETS for name in candidates(n, top))])
+    entry = Entry([], [], "", probe.rows)
+    for low, top in zip((1, *(b + 1 for b in BUCKETS)), BUCKETS, strict=False):
+        name, us = _pick(probe, entry, _ranked(probe, entry, low, top), range(low, top + 1))
         entry.members.append(name)
         entry.times_us.append(us)
-        low = top + 1
     entry.large, _ = _pick(probe, entry, [(0.0, CUBLASLT)], _large_counts(probe))
     return entry
 
 
 def certify_large(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype) -> Entry:
-    """Certifies the products of many rows alone, and leaves those of few to the reference: seconds instead of a minute.
+    """Certifies the products of many rows alone, and leaves those of few to the reference: a moment instead of seconds.
 
     Raises:
         UncertifiedError: as `certify`.
     """
-    probe = _Probe(n, k, dtype, out_dtype, False)
-    entry = Entry([REFERENCE.name] * len(BUCKETS), [0.0] * len(BUCKETS), "", probe.x.shape[0])
+    probe = Probe(n, k, dtype, out_dtype, False)
+    entry = Entry([REFERENCE.name] * len(BUCKETS), [0.0] * len(BUCKETS), "", probe.rows)
     entry.large, _ = _pick(probe, entry, [(0.0, CUBLASLT)], _large_counts(probe))
     return entry
 
 
-def _large_counts(probe: _Probe) -> list[int]:
-    return [count for count in range(LARGE, probe.x.shape[0] + 1, LARGE) if count > BUCKETS[-1]]
+def _large_counts(probe: Probe) -> range:
+    return range(BUCKETS[-1] + LARGE, probe.rows + 1, LARGE)
 
 
-class _Probe:
-    """Inputs of one weight shape whose products span many exponents, so that any other order of summation shows."""
-
-    def __init__(self, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool) -> None:
-        generator = torch.Generator(device="cuda").manual_seed(n * 1_000_003 + k)
-        tokens = LARGE_LIMIT if n * LARGE_LIMIT <= 2**31 else 2048
-        draw = partial(torch.randn, device="cuda", dtype=dtype, generator=generator)
-        self.x, self.w = draw(tokens, k), draw(n, k)
-        self.x *= torch.exp2(torch.randint(-6, 7, (1, k), device="cuda", generator=generator).float()).to(dtype)
-        self.bias = draw(n) if has_bias else None
-        expected = torch.empty(tokens, n, dtype=torch.float32, device="cuda")
-        gemm(self.x, self.w, REFERENCE, bias=self.bias, out=expected)
-        self.expected = expected.to(out_dtype)
-
-    def run(self, member: str, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return run_member(member, rows, self.w, self.bias, out)
-
-    def first_difference(self, member: str, counts: list[int]) -> int | None:
-        """The first row count whose bits differ from the reference's, or None. Rows around are poisoned."""
-        kind = torch.int32 if self.expected.dtype == torch.float32 else torch.int16
-        poisoned = torch.full((counts[-1] + 8, self.x.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
-        poisoned[::2] = float("inf")
-        bad = torch.zeros(len(counts), dtype=torch.int64, device="cuda")
-        for i, count in enumerate(counts):
-            rows = poisoned[i % 3 : i % 3 + count]
-            rows.copy_(self.x[:count])
-            out = torch.full((count, self.w.shape[0]), float("nan"), dtype=self.expected.dtype, device="cuda")
-            self.run(member, rows, out)
-            bad[i] = (out.view(kind) != self.expected[:count].view(kind)).sum()
-            rows.fill_(float("nan"))
-        wrong = bad.nonzero().flatten().tolist()
-        return counts[wrong[0]] if wrong else None
-
-
-def _pick(probe: _Probe, entry: Entry, timed: list[tuple[float, str]], counts: list[int]) -> tuple[str, float]:
-    """The fastest member that is exact at every row count, and its time."""
-    reference = (0.0, REFERENCE.name)
-    for us, name in [*sorted(timed), reference]:
+def _pick(probe: Probe, entry: Entry, ranked: list[tuple[float, str]], counts: Sequence[int]) -> tuple[str, float]:
+    """The first member that is exact at every row count, and its time; the reference if none is."""
+    for us, name in [*ranked, (0.0, REFERENCE.name)]:
         different = probe.first_difference(name, counts)
         entry.checked += len(counts)
         if different is None:
@@ -169,40 +121,23 @@ def _pick(probe: _Probe, entry: Entry, timed: list[tuple[float, str]], counts: l
     )
 
 
-def _candidates(top: int) -> Iterator[str]:
-    if top > 1:
-        yield CUBLASLT
-    if top <= 64:
-        block = max(8, min(32, triton.next_power_of_2(top)))
-        yield from (t.name for t in FEW_TOKENS if t.block_t == block)
-    if 32 < top <= 512:
-        yield from (t.name for t in MANY_TOKENS)
+def _ranked(probe: Probe, entry: Entry, low: int, top: int) -> list[tuple[float, str]]:
+    """(microseconds, member) of every candidate that fits the device, fastest first.
 
-
-def _timed(probe: _Probe, entry: Entry, top: int) -> list[tuple[float, str]]:
-    """(microseconds, member) at the bucket's largest row count, of every candidate that fits the device."""
-    out = torch.empty(top, probe.w.shape[0], dtype=probe.expected.dtype, device="cuda")
-    timed = []
-    for name in _candidates(top):
-        try:
-            timed.append((_time_us(partial(probe.run, name, probe.x[:top], out)), name))
-        except triton.runtime.errors.OutOfResources as error:
-            entry.rejected[name] = f"does not fit this device: {error}"
-    return timed
-
-
-def _time_us(run: Any, *, repeats: int = 9) -> float:
-    """Median over a cold L2. A few calls do: a wrong order of near equals costs nothing but the difference."""
-    flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    run()
-    for begin, end in events:
-        flushed.zero_()
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return 1e3 * sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]
+    All are timed at the bucket's largest row count, and those close to the best again, longer, at both its ends.
+    """
+    names = [name for name in candidates(probe.w.shape[0], top) if not entry.rejected.get(name, "").startswith(MISFIT)]
+    for name in list(names):
+        if problem := probe.misfit(name, top):
+            entry.rejected[name] = f"{MISFIT}: {problem}"
+            names.remove(name)
+    if not names:
+        return []
+    timed = sorted(zip(probe.times_us(names, top, repeats=4), names, strict=True))
+    close = [name for us, name in timed[:FINALISTS] if us <= CLOSE * timed[0][0]]
+    ends = [probe.times_us(close, rows, repeats=12) for rows in sorted({low, top})]
+    final = sorted((sum(us) / len(us), name) for *us, name in zip(*ends, close, strict=True))
+    return final + [(us, name) for us, name in timed if name not in close]
 
 
 def cache_key() -> str:
@@ -273,8 +208,7 @@ class Table:
             piece = slice(begin, min(begin + entry.limit, whole))
             run_member(entry.large, x[piece], w, bias, out[piece])
         if tokens > whole:
-            member = entry.members[bisect.bisect_left(BUCKETS, tokens - whole)]
-            run_member(member, x[whole:], w, bias, out[whole:])
+            run_member(entry.member(tokens - whole), x[whole:], w, bias, out[whole:])
         return out
 
     def _find(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Entry:

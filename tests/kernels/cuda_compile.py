@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import FutureKernel
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -21,7 +22,7 @@ from shared.kernels import AttentionLayout, SamplingParams
 from shared.kernels.certify import BUCKETS, Entry, Table
 from shared.kernels.cuda import fast, merged
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
-from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, gemm
+from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, compile_tiles, gemm, gemm_kernel
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 from shared.kernels.cuda.ops import CudaOps
 from shared.kernels.cuda.rowwise import rms_norm
@@ -56,6 +57,8 @@ def compile_only() -> None:
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if isinstance(kernel, FutureKernel):
+            kernel = kernel.result()
         if kernel is not None and kernel.hash not in seen:
             seen.add(kernel.hash)
             print(json.dumps({"kernel": self.__name__, "shared_bytes": kernel.metadata.shared}), flush=True)
@@ -115,8 +118,7 @@ def compile_all(ops: CudaOps) -> None:
         packed = pack([300], 2, q.device)
         packed_forward(q, k, k, packed, scale=0.1, window=0, softcap=0.0, shape=ForwardShape(ones, is_flat))
     x, weight = half(33, 576, grad=True), half(960, 576, grad=True)
-    for tile in (*FEW_TOKENS, *MANY_TOKENS):
-        gemm(x.detach(), weight.detach(), tile, bias=None, out=half(33, 960))
+    compile_products(x.detach(), weight.detach())
     ops.linear(x, weight, half(960, grad=True)).sum().backward()
     torch.cat(rms_norm(x, half(33, 576, grad=True), half(576, grad=True), 1e-6)).sum().backward()
     ops.rms_norm(x, half(576, grad=True), 1e-6).sum().backward()
@@ -133,6 +135,18 @@ def compile_all(ops: CudaOps) -> None:
     routing = route(torch.arange(8).view(4, 2), 8, 16)
     rows = grouped_linear(half(4, 64), half(8, 32, 64), routing, gather=True)
     combine(grouped_linear(rows, half(8, 64, 32), routing, gather=False), torch.ones(4, 2), routing)
+
+
+def compile_products(x: Tensor, weight: Tensor) -> None:
+    """Every tile, ahead and in parallel; nothing is left to compile when a product runs."""
+    tiles, out = (REFERENCE, *FEW_TOKENS, *MANY_TOKENS), half(33, 960)
+    compile_tiles(tiles, x, weight, has_bias=False, out=out)
+    kernels = gemm_kernel.device_caches[0][0]
+    ready = len(kernels)
+    assert ready >= len(tiles), ready
+    for tile in tiles:
+        gemm(x, weight, tile, bias=None, out=out)
+    assert len(kernels) == ready
 
 
 def compile_merged() -> None:

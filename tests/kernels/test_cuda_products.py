@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from shared.kernels import InexactKernelError
-from shared.kernels.certify import BUCKETS, CUBLASLT, Entry, Table, UncertifiedError, run_member, shape_key
+from shared.kernels.certify import BUCKETS, Entry, Table, UncertifiedError, shape_key
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
+from shared.kernels.cuda.members import CUBLASLT, TILES, run_member
 from tests.kernels.cuda_testing import interpreted_ops, reference_entry, relative_error
 from tests.kernels.kernel_testing import same_bits, wide
 
-TILES = [REFERENCE, FEW_TOKENS[0], FEW_TOKENS[14], FEW_TOKENS[-1], *MANY_TOKENS[:2], MANY_TOKENS[5], MANY_TOKENS[8]]
+SOME = [REFERENCE, FEW_TOKENS[0], FEW_TOKENS[25], FEW_TOKENS[-1], *MANY_TOKENS[:2], MANY_TOKENS[5], MANY_TOKENS[8]]
 FLOAT = (torch.float32, torch.float32)
 
 
@@ -24,7 +25,7 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
     expected = gemm(x, w, REFERENCE, bias=bias, out=torch.full((45, 70), torch.nan))
     exact = x.double() @ w.double().t() + bias.double()
     assert relative_error(expected, exact) < 1e-6
-    for tile in TILES[1:]:
+    for tile in SOME[1:]:
         assert same_bits(gemm(x, w, tile, bias=bias, out=torch.full((45, 70), torch.nan)), expected), tile.name
         some = gemm(x[7:10], w[5:], tile, bias=bias[5:], out=torch.full((3, 65), torch.nan))
         assert same_bits(some, expected[7:10, 5:]), tile.name
@@ -34,9 +35,9 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_tile_names_are_unique_and_lead_back_to_the_tile() -> None:
     tiles = [REFERENCE, *FEW_TOKENS, *MANY_TOKENS]
-    assert len({t.name for t in tiles}) == len(tiles)
+    assert len({t.name for t in tiles}) == len(tiles) == len(TILES)
     x, w = wide(3, 64), wide(20, 64, seed=1)
-    for tile in TILES:
+    for tile in SOME:
         out = torch.full((3, 20), torch.nan)
         assert same_bits(run_member(tile.name, x, w, None, out), gemm(x, w, tile, bias=None, out=torch.empty(3, 20)))
 
@@ -61,8 +62,10 @@ def test_row_counts_go_to_their_bucket(tmp_path: Path, monkeypatch: pytest.Monke
         3: [(entry.members[2], 3)],
         17: [(entry.members[5], 17)],
         512: [(entry.members[14], 512)],
-        513: [("cublaslt", 512), (entry.members[0], 1)],
-        777: [("cublaslt", 768), (entry.members[3 + 1], 9)],
+        777: [(entry.members[16], 777)],
+        1024: [(entry.members[16], 1024)],
+        1025: [("cublaslt", 1024), (entry.members[0], 1)],
+        1290: [large, ("cublaslt", 256), (entry.members[4], 10)],
         2048 + 128: [large, large, ("cublaslt", 128)],
     }.items():
         ran.clear()

@@ -6,6 +6,9 @@ That makes them one bit class (see docs/numerics.md): which member runs is a que
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +43,28 @@ FEW_TOKENS = tuple(
     Tile(t, n, k, warps, stages, True)
     for t in (8, 16, 32)
     for n, k, warps, stages in (
+        (16, 64, 1, 8),
+        (16, 128, 1, 8),
         (16, 256, 1, 6),
         (16, 256, 2, 6),
         (16, 512, 2, 4),
+        (16, 512, 4, 4),
+        (32, 128, 2, 6),
+        (32, 128, 4, 8),
         (32, 256, 2, 4),
         (32, 256, 4, 5),
-        (32, 128, 2, 6),
+        (32, 512, 4, 3),
         (64, 128, 4, 5),
+        (64, 128, 4, 8),
         (64, 256, 4, 3),
+        (64, 256, 4, 4),
         (128, 64, 4, 5),
+        (128, 64, 4, 8),
+        (128, 128, 8, 4),
     )
 )
+"""Few rows are read from memory as fast as the weights arrive, so what counts is bytes in flight: deep pipelines, and as many
+programs as the device has multiprocessors."""
 MANY_TOKENS = (
     Tile(64, 32, 128, 4, 5, True),
     Tile(64, 64, 128, 4, 4, True),
@@ -112,6 +126,13 @@ def gemm_kernel(
     tl.store(y + rt.to(tl.int64)[:, None] * stride_y + rn[None, :], acc.to(y.dtype.element_ty), mask=keep)
 
 
+def _options(tile: Tile, k: int, has_bias: bool) -> dict[str, int | bool]:
+    return {
+        "BT": tile.block_t, "BN": tile.block_n, "BK": tile.block_k, "SWAP": tile.swap, "EVEN_K": k % tile.block_k == 0,
+        "HAS_BIAS": has_bias, "GROUP": 8, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
 def gemm(x: torch.Tensor, w: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Args: x [T, K], w [N, K] of one dtype with unit inner stride, bias [N] or None, out [T, N] (any float dtype)."""
     tokens, k = x.shape
@@ -119,7 +140,19 @@ def gemm(x: torch.Tensor, w: torch.Tensor, tile: Tile, *, bias: torch.Tensor | N
     grid = (triton.cdiv(tokens, tile.block_t) * triton.cdiv(n, tile.block_n),)
     gemm_kernel[grid](
         x, w, bias if bias is not None else w, out, tokens, n, k, x.stride(0), w.stride(0), out.stride(0),
-        BT=tile.block_t, BN=tile.block_n, BK=tile.block_k, SWAP=tile.swap, EVEN_K=k % tile.block_k == 0,
-        HAS_BIAS=bias is not None, GROUP=8, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **_options(tile, k, bias is not None),
     )  # fmt: skip
     return out
+
+
+def compile_tiles(
+    tiles: Iterable[Tile], x: torch.Tensor, w: torch.Tensor, *, has_bias: bool, out: torch.Tensor
+) -> None:
+    """Compiles in parallel what `gemm` of such tensors needs and this process lacks. What does not compile is left to `gemm` to
+    complain about."""
+    k, n = x.shape[1], w.shape[0]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for tile in tiles:
+            gemm_kernel.warmup(
+                x, w, w, out, 2, n, k, x.stride(0), w.stride(0), out.stride(0), grid=(1,), **_options(tile, k, has_bias)
+            )
