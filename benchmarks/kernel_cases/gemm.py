@@ -75,6 +75,10 @@ def cases(models: Sequence[str]) -> list[Case]:
     return found + [Case(m, "lm_head", *HEADS[m], torch.float32) for m in models if m in HEADS]
 
 
+def _words(params: dict[str, Any]) -> str:
+    return " ".join(str(params[name]) for name in ("model", "part", "m", "member") if name in params)
+
+
 def not_run(part: str, params: dict[str, Any]) -> Record:
     """What the budget left no time for."""
     return Record("kernels", part, params, "exact", "not_run", 1, "")
@@ -143,7 +147,7 @@ class Products:
     def _summary(self) -> Iterator[Record]:
         for metric, found in self._ratios.items():
             mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
-            lowest = [params | {"ratio": round(ratio, 3)} for ratio, params in sorted(found, key=lambda x: x[0])[:10]]
+            lowest = [f"{ratio:.3f} {_words(params)}" for ratio, params in sorted(found, key=lambda x: x[0])[:10]]
             params = {"of": metric, "cases": len(found), "lowest": lowest}
             yield Record("kernels", "summary", params, "exact", "geometric_mean_ratio", mean, "", "cublas")
 

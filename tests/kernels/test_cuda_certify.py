@@ -132,7 +132,7 @@ def test_a_summary_names_the_mean_and_the_lowest() -> None:
     assert list(section._noted(iter(records))) == records
     (summary,) = section._summary()
     assert summary.value == pytest.approx(1.0)
-    assert summary.params["lowest"][0] == {"m": 32, "ratio": 0.5}
+    assert summary.params["lowest"] == ["0.500 32", "2.000 64"]
 
 
 @pytest.mark.gpu
