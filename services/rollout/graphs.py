@@ -17,10 +17,12 @@ import torch
 
 log = structlog.get_logger()
 
-MOST_TOKENS = 1024
-"""Of a captured step. A larger one keeps the device busy for longer than its launch takes."""
+FEW_TOKENS = 1024
+"""A captured step may have so many whatever the model, and no more with long contexts, which come in many combinations."""
+LAUNCH_PRODUCTS = 2e11
+"""Products of a weight and a token in the time that the host takes to launch a layer: about a millisecond, at 4e14 FLOP/s."""
 PROMPTS = 16
-"""Chunks of prompts in a captured step, at most."""
+"""Chunks of prompts in a captured step: at most so many, or four times as many, and so on."""
 SCRATCH_BYTES = 1 << 30
 """Of the partial results of a captured step's split contexts, at most."""
 MOST_GRAPHS = 512
@@ -73,18 +75,41 @@ def padded_sizes(largest: int) -> list[int]:
     return sizes
 
 
-def capturable(shape: Shape, *, num_prompts: int, tile_queries: int, max_running: int) -> Shape | None:
+def most_tokens(layer_weights: int) -> int:
+    """Of a step that is worth capturing: a larger one keeps the device busy for longer than its launch takes.
+
+    Args:
+        layer_weights: of one layer.
+
+    >>> most_tokens(50_000_000), most_tokens(3_500_000), most_tokens(1_000_000_000)
+    (4000, 57142, 1024)
+    """
+    return max(FEW_TOKENS, int(LAUNCH_PRODUCTS / layer_weights))
+
+
+def most_prompts(max_running: int) -> int:
+    """Chunks of prompts in a captured step, at most."""
+    return max(max_running, PROMPTS)
+
+
+def capturable(
+    shape: Shape, *, num_prompts: int, tile_queries: int, max_running: int, most_tokens: int
+) -> Shape | None:
     """The captured shape that holds an exact one, or None.
 
     Args:
         num_prompts: chunks with more than one token.
         tile_queries: of a prompt's tile.
         max_running: sequences in a step, at most.
+        most_tokens: of a captured step.
     """
     # Long contexts come in many combinations, and beside their keys a few padded rows cost nothing: sizes by halves of powers.
     tokens = padded(shape.tokens, parts=2) if shape.longs else padded(shape.tokens)
-    if tokens > MOST_TOKENS or num_prompts > PROMPTS:
+    if tokens > (min(most_tokens, FEW_TOKENS) if shape.longs else most_tokens):
         return None
+    prompts = PROMPTS
+    while prompts < num_prompts:
+        prompts *= 4
     most_ones = min(tokens, padded(max_running))
     longs = 0
     if shape.longs:
@@ -98,7 +123,7 @@ def capturable(shape: Shape, *, num_prompts: int, tile_queries: int, max_running
         chunks=1 << (shape.chunks - 1).bit_length() if longs else 1,
         chunk=shape.chunk,
         # Tiles are cut per chunk of a prompt, so that each may leave one partly filled.
-        tiles=tokens // tile_queries + PROMPTS if shape.tiles else 0,
+        tiles=tokens // tile_queries + min(prompts, most_prompts(max_running)) if shape.tiles else 0,
     )
 
 

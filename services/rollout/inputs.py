@@ -88,8 +88,9 @@ class SlotTables:
                 at.append(np.arange(num_tabled, len(seq.pages)) + seq.slot * self.max_pages)
                 pages += new
                 seq.num_tabled_pages = len(seq.pages)
-        table = np.array([(seq.slot, start, end, is_last) for seq, start, end, is_last in chunks], np.int64)
-        slots_S, starts_S, ends_S, is_last_S = table.T
+        seqs, *columns = zip(*chunks, strict=True)
+        starts_S, ends_S, is_last_S = (np.array(column, np.int64) for column in columns)
+        slots_S = np.array([seq.slot for seq in seqs])
         sampled_R = np.flatnonzero(is_last_S & self.is_sample[slots_S])
         samples = [chunks[i].seq for i in sampled_R.tolist()]
         return Batch(

@@ -10,6 +10,7 @@ handed over by a callback that only puts them into queues, each bounded by the t
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -172,6 +173,9 @@ class EngineLoop:
         fault: BaseException | None = None
         # Per thread: OpenMP starts a new thread with the machine's count, not with the process's setting.
         torch.set_num_threads(self.engine.config.threads)
+        # What was imported lives as long as the process; a collection that walks it stops every thread for many steps.
+        gc.collect()
+        gc.freeze()
         try:
             with own_stream(self.engine.config.device), torch.inference_mode():
                 self.run()

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from services.rollout.blocks import Block, Fields, Views, clear, fill
 from services.rollout.config import RolloutConfig
-from services.rollout.graphs import PROMPTS, SCRATCH_BYTES, Graphs, Shape, capturable, padded, padded_sizes
+from services.rollout.graphs import (
+    SCRATCH_BYTES,
+    Graphs,
+    Shape,
+    capturable,
+    most_prompts,
+    most_tokens,
+    padded,
+    padded_sizes,
+)
 from services.rollout.inputs import Batch
 from services.rollout.memory import measured
 from services.rollout.runner import Flight, ModelRunner
@@ -48,6 +57,7 @@ class PagedRunner(ModelRunner):
         self._few_rows = max(DECODE_ROWS, 1 << (self._group - 1).bit_length())
         self._many_rows = max(PREFILL_ROWS, self._few_rows)
         self._tile_queries = self._many_rows // self._group
+        self._most_captured = most_tokens(sum(p.numel() for p in model.decoder.model.layers[0].parameters()))
         self._graphs = Graphs(model.numerics.ops.device, is_enabled=config.cuda_graphs)
         super().__init__(config, model)
         self._warm_up()
@@ -70,11 +80,11 @@ class PagedRunner(ModelRunner):
     def _allocate(self) -> KVCache:
         n, run = self.config.max_running, self.model.run
         self._most_rows = padded(n)
-        most_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (2, 8))
+        num_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (2, 8))
         # Each chunk of a prompt may leave a tile partly filled.
-        most_tiles = most_tokens // self._tile_queries + max(n, PROMPTS)
+        most_tiles = num_tokens // self._tile_queries + most_prompts(n)
         fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=most_tiles)
-        self._block = Block(fields, num_tokens=most_tokens, device=self.device)
+        self._block = Block(fields, num_tokens=num_tokens, device=self.device)
         self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
         self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
         self._zeros = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
@@ -129,7 +139,11 @@ class PagedRunner(ModelRunner):
     def _captured(self, shape: Shape, num_prompts: int) -> Shape | None:
         """The captured shape that holds an exact one with so many chunks of more than one token, or None: it runs eagerly."""
         found = capturable(
-            shape, num_prompts=num_prompts, tile_queries=self._tile_queries, max_running=self.config.max_running
+            shape,
+            num_prompts=num_prompts,
+            tile_queries=self._tile_queries,
+            max_running=self.config.max_running,
+            most_tokens=self._most_captured,
         )
         if found is None:
             return None

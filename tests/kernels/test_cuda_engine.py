@@ -92,8 +92,9 @@ def test_padded_steps_exact_steps_and_the_trainer_give_the_same_bits(tmp_path):
 
 
 def test_decode_steps_are_captured_beforehand_up_to_the_largest_that_is_ever_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr("services.rollout.graphs.FEW_TOKENS", 20)
+    monkeypatch.setattr("services.rollout.graphs.LAUNCH_PRODUCTS", 0)
     engine = engine_of(tmp_path, model_of(), max_running=40)
-    monkeypatch.setattr("services.rollout.graphs.MOST_TOKENS", 20)
     steps = {exact.tokens: captured for exact, captured in engine.engine._pipeline.runner._decode_steps()}
     assert max(steps) == 40, "larger ones run, and their draws are captured"
     assert {size for size, shape in steps.items() if shape is not None} == {n for n in steps if n <= 20}

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from services.rollout.blocks import ALIGNMENT, Block, Fields, clear, fill
 from services.rollout.config import MOST_TOKENS, RolloutConfig
-from services.rollout.graphs import MOST_TOKENS as MOST_TOKENS_CAPTURED
-from services.rollout.graphs import PROMPTS, Graphs, Shape, capturable, padded, padded_sizes
+from services.rollout.graphs import (
+    FEW_TOKENS,
+    Graphs,
+    Shape,
+    capturable,
+    most_prompts,
+    padded,
+    padded_sizes,
+)
 from services.rollout.inputs import SlotTables
 from services.rollout.memory import sized
 from services.rollout.samples import UnservableRun
@@ -41,16 +48,22 @@ SHAPES = st.builds(
 )
 
 
-@given(SHAPES, st.lists(st.integers(2, 200), max_size=20), st.sampled_from([4, 16, 32, 64]))
-def test_a_captured_shape_holds_the_exact_one_or_there_is_none(shape, prompts, tile_queries):
+@given(
+    SHAPES, st.lists(st.integers(2, 200), max_size=90), st.sampled_from([4, 16, 32, 64]), st.sampled_from([20, 4000])
+)
+def test_a_captured_shape_holds_the_exact_one_or_there_is_none(shape, prompts, tile_queries, most_tokens):
     num_tiles = sum(-(-n // tile_queries) for n in prompts)
     exact = shape._replace(tokens=shape.ones + shape.longs + sum(prompts), tiles=num_tiles)
     if not 0 < shape.ones + shape.longs <= 300:
         return
-    found = capturable(exact, num_prompts=len(prompts), tile_queries=tile_queries, max_running=300)
+    found = capturable(
+        exact, num_prompts=len(prompts), tile_queries=tile_queries, max_running=300, most_tokens=most_tokens
+    )
     if found is None:
-        assert padded(exact.tokens, parts=2 if exact.longs else 8) > MOST_TOKENS_CAPTURED or len(prompts) > PROMPTS
+        limit = min(most_tokens, FEW_TOKENS) if exact.longs else most_tokens
+        assert padded(exact.tokens, parts=2 if exact.longs else 8) > limit
         return
+    assert found.tiles <= found.tokens // tile_queries + most_prompts(300)
     assert exact.tokens <= found.tokens == padded(exact.tokens, parts=2 if exact.longs else 8)
     assert found.tiles >= num_tiles
     assert found.chunks >= exact.chunks or not exact.longs
