@@ -76,6 +76,40 @@ def lm_logprob(
     return logp.gather(1, targets_R[:, None].long()).squeeze(1), logits.argmax(-1), -(logp.exp() * logp).sum(-1)
 
 
+def route_softmax(logits_TE: Tensor, top_k: int, recorded_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Qwen3-MoE's order: softmax over all experts, the chosen ones gathered, renormalised; in float64."""
+    probs_TE = logits_TE.double().softmax(1)
+    experts_TK = _best(logits_TE, top_k) if recorded_TK is None else recorded_TK.long()
+    chosen_TK = probs_TE.gather(1, experts_TK)
+    return experts_TK, chosen_TK / chosen_TK.sum(1, keepdim=True)
+
+
+def route_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    recorded_TK: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3's order: sigmoid, the best with bias in the best groups gathered without, renormalised, scaled; in float64."""
+    scores_TE = logits_TE.double().sigmoid()
+    biased_TE = (scores_TE + bias_E).detach()
+    if num_groups > 1:
+        for row in biased_TE.view(len(biased_TE), num_groups, -1):
+            row[_best(row.sort(1).values[None, :, -2:].sum(2), num_groups)[0, top_groups:]] = -math.inf
+    experts_TK = _best(biased_TE, top_k) if recorded_TK is None else recorded_TK.long()
+    chosen_TK = scores_TE.gather(1, experts_TK)
+    return experts_TK, chosen_TK / (chosen_TK.sum(1, keepdim=True) + 1e-20) * scale
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """The columns of each row's largest values, the lower column first where they are equal."""
+    return torch.tensor([sorted(range(len(row)), key=lambda i: -row[i])[:count] for row in values.tolist()])
+
+
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 on Python integers, as Random123 writes it."""
     c0, c1, c2, c3 = counter

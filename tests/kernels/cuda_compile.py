@@ -133,8 +133,9 @@ def compile_all(ops: CudaOps) -> None:
     filters = {"top_k": [5] * 33, "top_p": [0.9] * 33, "min_p": [0.1] * 33}
     ops.sample(x.detach(), embedding.detach(), SamplingParams.of(**fields, **filters))
     routing = route(torch.arange(8).view(4, 2), 8, 16)
-    rows = grouped_linear(half(4, 64), half(8, 32, 64), routing, gather=True)
-    combine(grouped_linear(rows, half(8, 64, 32), routing, gather=False), torch.ones(4, 2), routing)
+    rows = grouped_linear(half(4, 64, grad=True), half(8, 32, 64, grad=True), routing, gather=True)
+    rows = grouped_linear(rows, half(8, 64, 32, grad=True), routing, gather=False)
+    combine(rows, torch.ones(4, 2, requires_grad=True), routing).sum().backward()
 
 
 def compile_products(x: Tensor, weight: Tensor) -> None:
