@@ -24,7 +24,7 @@ help:
 	@echo "make test-all       the slow tests too"
 	@echo "make format         ruff format and the fixes that ruff makes by itself"
 	@echo "make protos         regenerate shared/wire/pb from protos/"
-	@echo "make docs           regenerate docs/configuration.md from the configuration classes"
+	@echo "make docs           regenerate docs/configuration.md, tables, plots and the Grafana dashboard from the code"
 	@echo "make check-deploy   the deploy folder under docker-compose, promtool and the compose schema"
 	@echo "make clean          remove .venv and every cache"
 
@@ -68,6 +68,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_correction_plots.py
 	$(BIN)/python docs/generate_scaling.py
+	$(BIN)/python deploy/grafana/generate_dashboard.py
 
 # docker-compose and promtool are not pip packages (Debian: docker-compose, prometheus), so `make test` checks the same
 # files with the compose schema and a PromQL parser instead.

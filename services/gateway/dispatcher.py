@@ -268,7 +268,7 @@ class Dispatcher:
                     cursor = entries[-1][0]
                     self._signal({fields[b"type"] for _, fields in entries})
             if run:
-                self._metrics.update(run, await self._store.counts(run))
+                self._metrics.update(await self._store.get_run(run), await self._store.counts(run))
 
     def _signal(self, types: set[bytes]) -> None:
         if any(t.startswith(_DISPATCHES) for t in types):

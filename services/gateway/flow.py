@@ -6,7 +6,7 @@ from prometheus_client import Counter
 
 from shared.metrics import names
 from shared.metrics.server import metric
-from shared.wire.records import Counts
+from shared.wire.records import Counts, RunRecord
 from shared.wire.types import State
 
 
@@ -14,7 +14,10 @@ class FlowMetrics:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def update(self, run: str, counts: Counts) -> None:
+    def update(self, record: RunRecord, counts: Counts) -> None:
+        run = record.run
+        metric(names.GATE_STEP).labels(run=run).set(record.gate_step)
+        metric(names.LAG_LIMIT).labels(run=run).set(record.config.oldest_lag)
         for state in State:
             metric(names.TRAJECTORIES).labels(run=run, state=state.value).set(counts.by_state.get(state, 0))
         metric(names.QUEUE_DEPTH).labels(run=run).set(counts.queue_depth)

@@ -97,7 +97,7 @@ async def _gate_closed(gateway: Gateway, run: str) -> Problem:
 
 def gate_limit(record: RunRecord) -> int:
     """Prompt numbers below it are admitted."""
-    return (record.durable_step + record.config.queue_bound_batches) * record.config.prompts_per_step
+    return record.gate_step * record.config.prompts_per_step
 
 
 def training_prompt(tokenizer: Tokenizer, config: RunConfig, item: schemas.PromptItem) -> PromptItem:

@@ -88,6 +88,11 @@ class Engine:
         """Share of pages that sequences hold, 0 to 1."""
         return 1 - self.pages.num_free / self.pages.num_pages
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured by now."""
+        return self._pipeline.runner.num_graphs if self._pipeline.runner else 0
+
     def describe(self) -> dict[str, str]:
         """Operation -> implementation executed, read back; empty without a model."""
         return self._pipeline.runner.describe() if self._pipeline.runner else {}

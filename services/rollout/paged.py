@@ -62,6 +62,10 @@ class PagedRunner(ModelRunner):
         super().__init__(config, model)
         self._warm_up()
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     def adopt(self, model: ServedModel) -> ServedModel:
         """Copies another version into the memory that graphs were captured with."""
         self.ops.activate()

@@ -61,6 +61,11 @@ class ModelRunner:
         self._last_end: Any | None = None
         self.cache = self._allocate()
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured by now; steps of a CPU are not."""
+        return 0
+
     def adopt(self, model: ServedModel) -> ServedModel:
         """Serves another version of the run from now on; no step is in flight. Returns the model as it is held."""
         self.model = model

@@ -31,6 +31,10 @@ REWARD_LATE = Metric(
     "timzero_reward_late_total", "counter", "Rewards refused because the trajectory was sealed", ("run",)
 )
 GATE_CLOSED = Metric("timzero_admission_gate_closed_total", "counter", "Prompts refused with 429", ("run",))
+GATE_STEP = Metric("timzero_admission_gate_step", "gauge", "First batch that the admission gate refuses", ("run",))
+LAG_LIMIT = Metric(
+    "timzero_lag_limit_steps", "gauge", "Steps that a trained token's version may be old: lag, or max_lag", ("run",)
+)
 TRAJECTORIES_INGESTED = Metric(
     "timzero_trajectories_ingested_total", "counter", "Of those accepted, trajectories sampled elsewhere", ("run",)
 )
@@ -62,6 +66,13 @@ ENGINE_SECONDS = Metric(
     "Time of steps: schedule, prepare, wait and read on the host; forward, sample and idle (waiting for the host) on the device",
     ("replica", "phase"),
 )
+ENGINE_STEPS = Metric(
+    "timzero_engine_steps_total",
+    "counter",
+    "Steps, by whether they replayed a graph: graph, eager",
+    ("replica", "mode"),
+)
+CAPTURED_GRAPHS = Metric("timzero_captured_graphs", "gauge", "Graphs captured, of steps and of draws", ("replica",))
 DROPPED_ROWS = Metric(
     "timzero_engine_dropped_rows_total",
     "counter",

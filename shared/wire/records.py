@@ -110,6 +110,11 @@ class RunRecord:
     def run(self) -> str:
         return self.config.run
 
+    @property
+    def gate_step(self) -> int:
+        """First batch that is not admitted before a later checkpoint is durable."""
+        return self.durable_step + self.config.queue_bound_batches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptResult:

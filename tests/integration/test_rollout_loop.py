@@ -10,6 +10,8 @@ from services.rollout.loop import EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, Scoring, ShuttingDown
 from services.rollout.stopping import StopRule
+from shared.metrics import names
+from shared.metrics.server import value
 from shared.wire.types import SamplingParams
 from tests.deadline import DEADLINE_S
 from tests.integration.rollout_fixture import manifest_of, served_model
@@ -166,3 +168,19 @@ def test_a_fault_ends_the_loop_and_everything_that_waits_for_it(harness):
             future.result(DEADLINE_S)
     assert harness.over.wait(DEADLINE_S)
     assert isinstance(harness.ended[0], MemoryError)
+
+
+def test_every_step_is_counted_and_on_a_cpu_none_replays_a_graph():
+    def counted() -> list[float]:
+        return [value(names.ENGINE_STEPS, replica="loop-test", mode=mode) for mode in ("graph", "eager")]
+
+    before = counted()
+    harness = Harness()
+    harness.submit(harness.models[0])[1].result(DEADLINE_S)
+    harness.loop.commit(harness.models[1], is_drain=True).result(DEADLINE_S)
+    # Runs in the round behind the one that swapped, which has been counted by then.
+    num_steps = harness.loop.call(lambda: harness.loop.engine.times.num_steps).result(DEADLINE_S)
+    assert num_steps >= 5
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [0, num_steps]
+    assert value(names.CAPTURED_GRAPHS, replica="loop-test") == 0
+    harness.loop.stop(DEADLINE_S)

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -211,9 +212,14 @@ def labels_of(name: str) -> set[str]:
     return set(metric_of(name).labels) | TARGET_LABELS | ({"le"} if name.endswith("_bucket") else set())
 
 
+def made_plain(text: str) -> str:
+    """With Grafana's variables filled in."""
+    return text.replace("$__rate_interval", "1m").replace("$run", "demo")
+
+
 def check_expression(text: str) -> None:
     """Raises AssertionError unless every metric exists and every label named in the expression is one of theirs."""
-    plain = text.replace("$__rate_interval", "1m").replace("$run", "demo")
+    plain = made_plain(text)
     found = list(selectors(promql.parse(plain)))
     assert found, text
     for selector in found:
@@ -239,6 +245,19 @@ def rules() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("expression", dashboard_expressions())
 def test_a_panel_asks_for_metrics_and_labels_that_exist(expression: str) -> None:
     check_expression(expression)
+
+
+def test_every_metric_has_a_panel() -> None:
+    asked = {s.name for text in dashboard_expressions() for s in selectors(promql.parse(made_plain(text)))}
+    shown = {metric_of(name).name for name in asked}
+    assert not {m.name for m in vars(names).values() if isinstance(m, Metric)} - shown, (
+        "add a panel to deploy/grafana/generate_dashboard.py"
+    )
+
+
+def test_the_dashboard_is_up_to_date() -> None:
+    document = runpy.run_path(str(ROOT / "deploy/grafana/generate_dashboard.py"))["document"]
+    assert DASHBOARD.read_text() == document(), "run `make docs`"
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda r: r["alert"])

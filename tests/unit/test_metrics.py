@@ -34,6 +34,7 @@ BOUNDED_LABELS = {
     "staleness",
     "length",
     "transport",
+    "mode",
 }
 """Labels whose values are few. A trajectory, group or prompt id is never one of them."""
 
