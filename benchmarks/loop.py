@@ -32,6 +32,7 @@ from timzero.display import TerminalDisplay
 from timzero.job import Job, load_job
 from timzero.local import stack_of
 from timzero.outcome import Outcome
+from timzero.report import collect, write
 from timzero.train import Driver
 
 CONFIG = Path(__file__).with_name("loop.toml")
@@ -59,8 +60,26 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def run(job: Job, directory: Path, display: TerminalDisplay) -> tuple[Outcome, Series]:
-    """The job on services of its own, and what its replica's counters said meanwhile."""
+def job_of(keys: Sequence[str], *, is_tiny: bool, name: str | None = None) -> Job:
+    """benchmarks/loop.toml with these keys, its model in place. Raises ValueError when no step of it would be timed.
+
+    Args:
+        name: of the run.
+    """
+    job = load_job(CONFIG, [*(TINY if is_tiny else ()), *keys])
+    if job.run.num_steps < 4:
+        raise ValueError(
+            f"num_steps must be at least 4, got {job.run.num_steps}: the first two steps and the last are not timed"
+        )
+    return job.with_run(model=str(model.get(job.run.model)), run=name or job.run.run)
+
+
+def run(job: Job, directory: Path, display: TerminalDisplay, *, page: Path | None = None) -> tuple[Outcome, Series]:
+    """The job on services of its own, and what its replica's counters said meanwhile.
+
+    Args:
+        page: where its report goes.
+    """
     held = HeldPort()
     table = replace(job.local, rollout={**job.local.rollout, "metrics_port": held.port})
     with (
@@ -69,6 +88,8 @@ def run(job: Job, directory: Path, display: TerminalDisplay) -> tuple[Outcome, S
         connect(stack.base_url) as client,
     ):
         outcome = Driver(client, job, display, check=stack.check).drive()
+        if page is not None:
+            write(collect(client, job.run.run), page)
     held.close()
     return outcome, scraper.series
 
@@ -149,13 +170,10 @@ def key(params: Mapping[str, Any]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     args = arguments(words)
-    job = load_job(CONFIG, [*(TINY if args.tiny else ()), *args.keys])
-    job = job.with_run(model=str(model.get(job.run.model)))
-    if job.run.num_steps < 4:
-        print(
-            f"num_steps must be at least 4, got {job.run.num_steps}: the first two steps and the last are not timed",
-            file=sys.stderr,
-        )
+    try:
+        job = job_of(args.keys, is_tiny=args.tiny)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     recorder = Recorder(args.out)
     with tempfile.TemporaryDirectory(prefix="timzero-loop-") as directory, TerminalDisplay("loop") as display:

@@ -15,21 +15,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import loop
 from benchmarks.harness import Record, Recorder, machine, report
-from benchmarks.timeline import Scraper, Series, split, windows
-from shared.wire.ports import HeldPort
-from timzero import model
-from timzero.connect import connect
+from benchmarks.timeline import Series, split, windows
 from timzero.display import TerminalDisplay
-from timzero.job import Job, load_job
-from timzero.local import stack_of
+from timzero.job import Job
 from timzero.outcome import Outcome
-from timzero.report import collect, write
-from timzero.train import Driver
 
 SETTINGS = {"lag 0": ("lag=0",), "lag 1": ("lag=1",), "max_lag 1": ("max_lag=1",)}
 BASELINE = "lag 0"
@@ -56,26 +50,6 @@ class Parts:
     def hidden(self) -> float:
         """Share of the smaller part that ran beside the larger one."""
         return self.overlapped / max(min(self.generation, self.training), 1e-9)
-
-
-def run(job: Job, directory: Path, display: TerminalDisplay, page: Path | None) -> tuple[Outcome, Series]:
-    """The job on services of its own, and what its replica's counters said meanwhile.
-
-    Args:
-        page: where its report goes.
-    """
-    held = HeldPort()
-    table = replace(job.local, rollout={**job.local.rollout, "metrics_port": held.port})
-    with (
-        stack_of(table, directory, announce=display.note) as stack,
-        Scraper(f"http://127.0.0.1:{held.port}/metrics") as scraper,
-        connect(stack.base_url) as client,
-    ):
-        outcome = Driver(client, job, display, check=stack.check).drive()
-        if page is not None:
-            write(collect(client, job.run.run), page)
-    held.close()
-    return outcome, scraper.series
 
 
 def parts_of(outcome: Outcome, series: Series) -> list[Parts]:
@@ -128,17 +102,15 @@ def main(words: Sequence[str] | None = None) -> int:
     args = arguments(words)
     recorder, problems, baseline_s = Recorder(args.out), [], None
     for name in args.only or SETTINGS:
-        job = load_job(loop.CONFIG, [*(loop.TINY if args.tiny else ()), *args.keys, *SETTINGS[name]])
-        job = job.with_run(model=str(model.get(job.run.model)), run=name.replace(" ", "-"))
-        if job.run.num_steps < 4:
-            print(
-                f"num_steps must be at least 4, got {job.run.num_steps}: three of them are not timed", file=sys.stderr
-            )
+        try:
+            job = loop.job_of([*args.keys, *SETTINGS[name]], is_tiny=args.tiny, name=name.replace(" ", "-"))
+        except ValueError as error:
+            print(error, file=sys.stderr)
             return 2
         page = args.reports / f"overlap-{job.run.run}.html" if args.reports else None
         with tempfile.TemporaryDirectory(prefix="timzero-overlap-") as directory, TerminalDisplay(name) as display:
             display.note(f"{name}: {loop.settings(job)} on {machine()}")
-            outcome, series = run(job, Path(directory) / "run", display, page)
+            outcome, series = loop.run(job, Path(directory) / "run", display, page=page)
         steps = parts_of(outcome, series)
         for record in records(name, job, outcome, steps, baseline_s):
             recorder.add(record)

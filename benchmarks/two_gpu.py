@@ -31,9 +31,7 @@ from benchmarks.weight_serving import serving
 from services.rollout.offline import random_weights
 from shared.kernels import build_ops
 from shared.models import save_model
-from timzero import model
 from timzero.display import TerminalDisplay
-from timzero.job import load_job
 
 SECTIONS = ("fsdp", "broadcast", "loop")
 PART_S = 540.0
@@ -120,11 +118,10 @@ def broadcast(args: argparse.Namespace) -> Iterator[Record]:
 
 def main_job(args: argparse.Namespace) -> Iterator[Record]:
     """Raises AssertionError where the run has a problem, a differing bit among them."""
-    words = [*(loop.TINY if args.tiny else ()), f"num_steps={args.steps}", "run.lag=1", "trainer.transport=broadcast"]
+    words = [f"num_steps={args.steps}", "run.lag=1", "trainer.transport=broadcast"]
     if not args.cpu:
         words += ["trainer.device=cuda", "rollout.device=cuda:1"]
-    job = load_job(loop.CONFIG, words)
-    job = job.with_run(model=str(model.get(job.run.model)))
+    job = loop.job_of(words, is_tiny=args.tiny)
     with tempfile.TemporaryDirectory(prefix="two-gpu-") as directory, TerminalDisplay("loop") as display:
         outcome, series = loop.run(job, Path(directory) / "run", display)
     assert not outcome.problems, outcome.problems

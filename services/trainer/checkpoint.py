@@ -34,7 +34,7 @@ from services.trainer.learner import Learner
 from services.trainer.policy import as_global, local_shards
 from shared.config import ConfigError, structure, unstructure
 from shared.wire.run import RunConfig
-from shared.wire.tensor_file import fsync_directory
+from shared.wire.tensor_file import move_into_place
 
 log = structlog.get_logger()
 
@@ -301,14 +301,7 @@ def _finish(draft: Draft, keep: int) -> None:
         json.dump(asdict(draft.ledger), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    fsync_directory(temporary)
-    # Only someone who went back to an older checkpoint by hand finds the name taken; at no moment is there none.
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    fsync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    # Only someone who went back to an older checkpoint by hand finds the name taken.
+    move_into_place(temporary, final)
     for old in sorted(final.parent.glob("step-*"))[:-keep]:
         shutil.rmtree(old)

@@ -22,7 +22,7 @@ from shared.config import structure
 from shared.kernels import build_ops, default_dtype
 from shared.models import Decoder, load_config, resolve_model, save_sharded
 from shared.wire.run import RunConfig
-from shared.wire.tensor_file import fsync_directory
+from shared.wire.tensor_file import move_into_place
 
 
 def export(decoder: Decoder, copy: ForwardCopy, world: World, directory: Path, *, companions_from: Path) -> None:
@@ -44,7 +44,7 @@ def export(decoder: Decoder, copy: ForwardCopy, world: World, directory: Path, *
     else:
         temporary = _temporary(directory)
         save_sharded(shapes, gathered, decoder.config, temporary, dtype=dtype, companions_from=companions_from)
-        _appear(temporary, directory)
+        move_into_place(temporary, directory)
     world.barrier()
 
 
@@ -73,25 +73,13 @@ def export_checkpoint(path: Path, directory: Path, *, dtype: torch.dtype | None 
 
     temporary = _temporary(directory)
     save_sharded(shapes, read, config, temporary, dtype=dtype, companions_from=source)
-    _appear(temporary, directory)
+    move_into_place(temporary, directory)
 
 
 def _temporary(directory: Path) -> Path:
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     return temporary
-
-
-def _appear(temporary: Path, directory: Path) -> None:
-    """A version trained again after a restart replaces the one before."""
-    fsync_directory(temporary)
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if directory.exists():
-        directory.rename(replaced)
-    temporary.rename(directory)
-    fsync_directory(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -122,6 +123,18 @@ def write_version(root: Path, manifest: Manifest, tensors: Mapping[str, RawTenso
     for parent in (directory, directory.parent, root):
         fsync_directory(parent)
     return directory
+
+
+def move_into_place(temporary: Path, final: Path) -> None:
+    """Gives a whole directory its name, to survive a power cut; one that has the name already is removed behind it."""
+    fsync_directory(temporary)
+    replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    fsync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def fsync_directory(path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +33,16 @@ from tests.integration.trainer_testing import (
     build_learner,
     engine_of,
     masters,
-    one_rank,
     publish,
     run_config,
-    tiny_model,
     train_steps,
 )
 
+pytest_plugins = ("tests.integration.trainer_fixtures",)
+pytestmark = pytest.mark.usefixtures("world")
+
 DEADLINE_S = 600.0
 HOT = OptimizerConfig(lr=1e-2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[World]:
-    with one_rank() as world:
-        yield world
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

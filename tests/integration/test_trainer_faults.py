@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +17,12 @@ from shared.metrics.server import value
 from shared.wire.algorithm import AlgorithmConfig, Filter
 from shared.wire.types import Group
 from shared.wire.weights import Sent
-from tests.integration.algorithm_testing import Rig, make_rig
-from tests.integration.trainer_testing import digest_of, masters, one_rank, publish
+from tests.integration.algorithm_testing import Rig
+from tests.integration.trainer_testing import digest_of, masters, publish
+
+pytest_plugins = ("tests.integration.trainer_fixtures",)
 
 ANY = AlgorithmConfig(filters=(Filter(on="veto", low=1e-4, high=1e4),))
-
-
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with one_rank() as world:
-        yield make_rig(tmp_path_factory.mktemp("model"), world)
 
 
 def with_rewards(group: Group, rewards: list[float]) -> Group:

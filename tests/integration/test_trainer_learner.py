@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,31 +35,18 @@ from tests.integration.trainer_testing import (
     digest_of,
     engine_of,
     masters,
-    one_rank,
     plain_decoder,
     publish,
     run_config,
-    tiny_model,
     train_steps,
 )
+from tests.kernels.kernel_testing import same_bits
+
+pytest_plugins = ("tests.integration.trainer_fixtures",)
+pytestmark = pytest.mark.usefixtures("world")
 
 ALGORITHM = AlgorithmConfig()
 HOT = OptimizerConfig(lr=1e-2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[World]:
-    with one_rank() as world:
-        yield world
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
 def first_batch(learner: Learner, **kwargs: object) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,10 @@ from services.trainer.policy import Placement, load_policy
 from shared.kernels import build_ops
 from shared.models import load_model
 from shared.wire.run import OptimizerConfig, RunConfig
-from tests.integration.trainer_testing import engine_of, masters, one_rank, publish, run_config, tiny_model, train_steps
+from tests.integration.trainer_testing import engine_of, masters, publish, run_config, train_steps
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[World]:
-    with one_rank() as world:
-        yield world
+pytest_plugins = ("tests.integration.trainer_fixtures",)
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def learner_at(config: RunConfig, world: World, placement: Placement) -> Learner:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 
 from services.trainer.policy import score_batch
 from shared.wire.algorithm import PRESETS, AlgorithmConfig
-from tests.integration.algorithm_testing import GROUPS, Rig, make_rig
-from tests.integration.trainer_testing import one_rank
+from tests.integration.algorithm_testing import GROUPS, Rig
+
+pytest_plugins = ("tests.integration.trainer_fixtures",)
 
 PLAIN = {
     "tis_cap": None,
@@ -32,12 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "bypass-reinforce": {"loss": "reinforce", "mode": "bypass"},
     "ratio-gradient": {"loss": "reinforce", "mode": "ratio_gradient", "tis_cap": None},
 }
-
-
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with one_rank() as world:
-        yield make_rig(tmp_path_factory.mktemp("model"), world)
 
 
 def uncorrected(config: AlgorithmConfig) -> AlgorithmConfig:

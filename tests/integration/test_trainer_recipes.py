@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import pytest
 
 from shared.wire.algorithm import AlgorithmConfig
 from shared.wire.archive import read_step
-from shared.wire.embedded import EmbeddedValkey
 from shared.wire.run import OptimizerConfig, RunState
 from tests.deadline import DEADLINE_S
-from tests.integration.trainer_service import Process, Stage, steps_of
+from tests.integration.trainer_service import Stage, steps_of
 from tests.integration.trainer_testing import run_config, tiny_model
 
-
-@pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """URL of Valkey, address of weight_sync."""
-    directory = tmp_path_factory.mktemp("services")
-    with (
-        EmbeddedValkey(directory / "valkey") as valkey,
-        Process(sys.executable, "-m", "services.weight_sync", "port=0", f"data_dir={directory / 'weights'}") as weights,
-    ):
-        yield valkey.url, f"127.0.0.1:{weights.wait_for('ready')['port']}"
+pytest_plugins = ("tests.integration.trainer_fixtures",)
 
 
 def test_a_run_with_a_reference_and_dynamic_sampling_ends_whole(services: tuple[str, str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,29 +20,21 @@ from shared.wire.algorithm import AlgorithmConfig
 from shared.wire.tensor_file import write_version
 from shared.wire.tensors import build_manifest
 from shared.wire.types import Group, Kv
-from tests.integration.algorithm_testing import HOT, Changing, Rig, make_rig
+from tests.integration.algorithm_testing import HOT, Changing, Rig
 from tests.integration.trainer_testing import (
     VOCAB,
     Engine,
     build_learner,
     engine_of,
     masters,
-    one_rank,
     publish,
     tiny_model,
 )
+from tests.kernels.kernel_testing import same_bits
+
+pytest_plugins = ("tests.integration.trainer_fixtures",)
 
 KINDS = ("k1", "k2", "k3+")
-
-
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with one_rank() as world:
-        yield make_rig(tmp_path_factory.mktemp("model"), world)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
 def penalised(kind: str, coef: float = 0.5, **changes: Any) -> AlgorithmConfig:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from services.trainer.config import TrainerConfig
 from shared.process import EXIT_REFUSED
 from shared.wire import rpc
 from shared.wire.archive import read_step
-from shared.wire.embedded import EmbeddedValkey
 from shared.wire.pb.trainer_pb2 import StatusRequest
 from shared.wire.pb.trainer_pb2_grpc import TrainerStub
 from shared.wire.ports import HeldPort
@@ -30,23 +28,9 @@ from shared.wire.tensors import RawTensor
 from shared.wire.weights import Publisher, fetch
 from tests.deadline import DEADLINE_S
 from tests.integration.trainer_service import Process, Stage, steps_of
-from tests.integration.trainer_testing import Engine, plain_decoder, run_config, tiny_model
+from tests.integration.trainer_testing import Engine, plain_decoder, run_config
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """URL of Valkey, address of weight_sync."""
-    directory = tmp_path_factory.mktemp("services")
-    with (
-        EmbeddedValkey(directory / "valkey") as valkey,
-        Process(sys.executable, "-m", "services.weight_sync", "port=0", f"data_dir={directory / 'weights'}") as weights,
-    ):
-        yield valkey.url, f"127.0.0.1:{weights.wait_for('ready')['port']}"
+pytest_plugins = ("tests.integration.trainer_fixtures",)
 
 
 def config_of(model: Path, run: str, **changes: Any) -> RunConfig:

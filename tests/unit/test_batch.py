@@ -20,6 +20,7 @@ from shared.models import Decoder, load_model, packed_layout
 from shared.wire.run import AlgorithmConfig, RunConfig
 from shared.wire.types import Group, Kv, SamplingParams, Span
 from tests.integration.trainer_testing import VOCAB, Engine, run_config, tiny_model
+from tests.kernels.kernel_testing import same_bits
 
 VERSION = PolicyVersion(0, 0, "aa")
 
@@ -52,10 +53,6 @@ def score(decoder: Decoder, micro: MicroBatch) -> torch.Tensor:
     return decoder.score(
         micro.token_ids, micro.layout.positions, micro.layout, micro.rows, micro.targets, micro.temperature
     ).logprob
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def test_everything_keeps_prompt_order_whatever_order_arrives(engine: Engine, config: RunConfig) -> None:
