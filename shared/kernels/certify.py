@@ -11,10 +11,13 @@ Legend: T tokens (rows), N outputs, K inputs.
 from __future__ import annotations
 
 import bisect
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,6 +37,8 @@ FINALISTS = 5
 CLOSE = 1.2
 """Candidates this much slower than the best at first sight may still be it."""
 MISFIT = "does not fit this device"
+LOCK_S = 60.0
+"""That a process waits for another which certifies."""
 
 Shape = tuple[int, int]
 """(N, K) of a weight."""
@@ -80,6 +85,7 @@ def certify(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype, has_b
     Raises:
         UncertifiedError: not even the reference gives a row the same bits at every row count.
     """
+    use_cublaslt_without_split_k()
     probe = Probe(n, k, dtype, out_dtype, has_bias)
     probe.compile([REFERENCE.name, *(name for top in BUCKETS for name in candidates(n, top))])
     entry = Entry([], [], "", probe.rows)
@@ -97,6 +103,7 @@ def certify_large(n: int, k: int, *, dtype: torch.dtype, out_dtype: torch.dtype)
     Raises:
         UncertifiedError: as `certify`.
     """
+    use_cublaslt_without_split_k()
     probe = Probe(n, k, dtype, out_dtype, False)
     entry = Entry([REFERENCE.name] * len(BUCKETS), [0.0] * len(BUCKETS), "", probe.rows)
     entry.large, _ = _pick(probe, entry, [(0.0, CUBLASLT)], _large_counts(probe))
@@ -168,7 +175,10 @@ class Table:
         if key not in self.entries:
             if not torch.cuda.is_available():
                 raise UncertifiedError(f"the product {key} is not in {self.path} and certifying it needs a CUDA device")
-            self.record(key, certify(n, k, dtype=dtype, out_dtype=out_dtype, has_bias=has_bias))
+            with self._alone():
+                self.entries = {**self._read(), **self.entries}
+                if key not in self.entries:
+                    self.record(key, certify(n, k, dtype=dtype, out_dtype=out_dtype, has_bias=has_bias))
         return self.entries[key]
 
     def prepare(self, shapes: list[Shape], dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
@@ -183,6 +193,30 @@ class Table:
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({name: asdict(e) for name, e in self.entries.items()}, indent=1))
         temporary.replace(self.path)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Holds the table's lock: of processes that start together one certifies a shape, undisturbed, and the others read it.
+        After LOCK_S it goes on without: another's entry is a convenience."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.with_suffix(".lock").open("w")
+        held, is_given_up = threading.Event(), threading.Event()
+
+        def acquire() -> None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.set()
+            if is_given_up.is_set():
+                file.close()
+
+        # flock has no deadline of its own
+        threading.Thread(target=acquire, daemon=True).start()
+        if not held.wait(LOCK_S):
+            is_given_up.set()
+        try:
+            yield
+        finally:
+            if held.is_set():
+                file.close()
 
     def _read(self) -> dict[str, Entry]:
         if not self.path.exists():

@@ -1,6 +1,10 @@
 """How the table of products is filled, interpreted; what the benchmark does with the time it has."""
 
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -9,12 +13,23 @@ from benchmarks import kernels
 from benchmarks.harness import Budget
 from benchmarks.kernel_cases import gemm as gemm_cases
 from shared.kernels import certify as certifying
-from shared.kernels.certify import BUCKETS, LARGE, MISFIT, UncertifiedError, certify, certify_large
+from shared.kernels.certify import (
+    BUCKETS,
+    LARGE,
+    MISFIT,
+    Entry,
+    Table,
+    UncertifiedError,
+    certify,
+    certify_large,
+    shape_key,
+)
 from shared.kernels.cuda import members, probe
 from shared.kernels.cuda.gemm import REFERENCE, Tile
 from shared.kernels.cuda.members import CUBLASLT, MOST_PROGRAMS, TILES, candidates
 from shared.kernels.cuda.probe import Probe
-from tests.kernels.cuda_testing import DEVICE, HALF, IS_INTERPRETED
+from tests.deadline import DEADLINE_S
+from tests.kernels.cuda_testing import DEVICE, HALF, IS_INTERPRETED, reference_entry
 
 FLOAT = {"dtype": torch.float32, "out_dtype": torch.float32}
 FAST, SLOW = "triton-weights-8x16x64-w1s8", "triton-weights-8x32x128-w2s6"
@@ -99,6 +114,41 @@ def test_every_bucket_has_candidates_that_fit_its_rows(n: int) -> None:
         assert REFERENCE.name not in names, "it is tried anyway"
 
 
+def test_a_process_waits_for_another_that_certifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the other's entry when the lock is free, and certifies nothing."""
+    certified, waits = [], threading.Event()
+
+    def fake(n: int, k: int, **options: object) -> Entry:
+        certified.append((n, k))
+        return reference_entry()
+
+    def tried(file: IO[str], flags: int) -> None:
+        waits.set()
+        flock(file, flags)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(certifying, "use_cublaslt_without_split_k", lambda: None)
+    monkeypatch.setattr(certifying, "cache_key", lambda: "device")
+    monkeypatch.setattr(certifying, "certify", fake)
+    first, second = Table(tmp_path), Table(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        with first._alone():
+            monkeypatch.setattr(fcntl, "flock", tried)
+            waiting = pool.submit(second.entry, 4, 8, HALF, HALF)
+            assert waits.wait(DEADLINE_S)
+            assert not certified
+            first.record(shape_key(4, 8, HALF, HALF, False), reference_entry())
+        assert waiting.result(DEADLINE_S) == reference_entry()
+    assert not certified
+    second.entry(6, 8, HALF, HALF)
+    assert certified == [(6, 8)], "the lock is free again"
+    with first._alone():
+        monkeypatch.setattr(certifying, "LOCK_S", 0.0)
+        second.entry(8, 8, HALF, HALF)
+    assert certified == [(6, 8), (8, 8)], "another that never ends is not waited for"
+
+
 def test_sections_and_models_are_chosen_by_name() -> None:
     assert kernels.chosen(None) == {name: [] for name in kernels.SECTIONS}
     assert kernels.chosen(["gemm:Qwen3-8B", "rowwise", "gemm:Qwen3-0.6B"]) == {
@@ -138,7 +188,6 @@ def test_a_summary_names_the_mean_and_the_lowest() -> None:
 @pytest.mark.gpu
 def test_certified_on_a_device(tmp_path: Path) -> None:
     """The real choice, and the times that it rests on."""
-    from shared.kernels.certify import Table
     from shared.kernels.cuda.gemm import gemm
     from shared.kernels.cuda.replay import replay_times
 
