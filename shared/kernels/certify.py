@@ -40,6 +40,11 @@ MISFIT = "does not fit this device"
 LOCK_S = 60.0
 """That a process waits for another which certifies."""
 
+_SOURCES = (
+    Path(__file__),
+    *(Path(__file__).parent / f"cuda/{name}.py" for name in ("gemm", "members", "probe", "replay")),
+)
+
 Shape = tuple[int, int]
 """(N, K) of a weight."""
 
@@ -148,8 +153,8 @@ def _ranked(probe: Probe, entry: Entry, low: int, top: int) -> list[tuple[float,
 
 
 def cache_key() -> str:
-    """Everything the bits of a member may depend on."""
-    parts = (identity.describe_device(), torch.__version__, Path(__file__).read_text())
+    """Everything that the bits of a member and the choice among them may depend on."""
+    parts = (identity.describe_machine(), torch.__version__, *(path.read_text() for path in _SOURCES))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -21,15 +21,20 @@ from shared.kernels.cuda.rowwise import Rope, SiluMul, rms_norm
 _SOURCES = Path(__file__).parent
 
 
-@functools.cache
 def describe_device() -> str:
     """Device, driver, libraries and the kernels' sources."""
+    return f"{describe_machine()} kernels={source_digest()}"
+
+
+@functools.cache
+def describe_machine() -> str:
+    """Device, driver and libraries."""
     if not torch.cuda.is_available():
-        return f"device='no CUDA device' triton={triton.__version__} kernels={source_digest()}"
+        return f"device='no CUDA device' triton={triton.__version__}"
     major, minor = torch.cuda.get_device_capability()
     return (
         f"device={torch.cuda.get_device_name()!r} sm={major}{minor} driver={driver_version()} cuda={torch.version.cuda} "
-        f"cublaslt={cublaslt_version()} triton={triton.__version__} kernels={source_digest()}"
+        f"cublaslt={cublaslt_version()} triton={triton.__version__}"
     )
 
 
