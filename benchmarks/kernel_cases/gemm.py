@@ -14,6 +14,7 @@ from rich.progress import track
 
 from benchmarks.harness import Budget, Record, Timing, graph_times
 from shared.kernels.certify import Table, use_cublaslt_without_split_k
+from shared.kernels.cuda.fast import use_library_defaults
 from shared.kernels.cuda.gemm import REFERENCE
 from shared.kernels.cuda.gemm import gemm as run_tile
 from shared.kernels.cuda.replay import copies_beyond_cache
@@ -48,11 +49,6 @@ def table() -> Table:
     global TABLE
     TABLE = TABLE or Table()
     return TABLE
-
-
-def use_default_cublas() -> None:
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, True)
-    torch.backends.cuda.preferred_blas_library("cublas")
 
 
 class Case(NamedTuple):
@@ -212,7 +208,7 @@ def against_cublas(
     peer: Sequence[Callable[[], Any]], ours: Sequence[Sequence[Callable[[], Any]]]
 ) -> tuple[Timing, list[Timing]]:
     """Default cuBLAS, and each of ours under the exact mode's settings, replayed in turns."""
-    series = [under(use_default_cublas, peer), *(under(use_cublaslt_without_split_k, calls) for calls in ours)]
+    series = [under(use_library_defaults, peer), *(under(use_cublaslt_without_split_k, calls) for calls in ours)]
     first, *others = graph_times(series)
     return first, others
 
