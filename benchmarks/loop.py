@@ -41,6 +41,9 @@ BUSY = "timzero_engine_step_seconds_sum"
 DEVICE = ("timzero_engine_seconds_total:forward", "timzero_engine_seconds_total:sample")
 IDLE = "timzero_engine_seconds_total:idle"
 """The replica's GPU seconds, and those in which its GPU waited for the host although there was work."""
+STEPS = "timzero_engine_steps_total"
+PHASES = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
+"""Of an engine step: four of the host, three of the device."""
 MAX_NEITHER, MAX_IDLE = 0.20, 0.05
 """Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
 TINY = (
@@ -139,6 +142,10 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
     share = [neither(parts) / n for (_, _, parts), n in zip(found, lengths, strict=True)]
     at_most = {"baseline": f"at most {MAX_NEITHER}", "ratio": MAX_NEITHER / max(statistics.median(share), 1e-9)}
     yield record("neither_share", share, "of a step", **at_most)
+    steps = [max(series.increase(STEPS, window), 1.0) for window, _, _ in found]
+    for phase in PHASES:
+        seconds = [series.increase(f"timzero_engine_seconds_total:{phase}", window) for window, _, _ in found]
+        yield record(f"engine_{phase}_ms", [1e3 * s / n for s, n in zip(seconds, steps, strict=True)], "ms/engine step")
     if torch.cuda.is_available() and series.has(IDLE):
         idle = [waiting(series, window) for window, _, _ in found]
         at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(idle), 1e-9)}

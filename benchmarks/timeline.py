@@ -42,12 +42,12 @@ class Series:
 
 
 class Scraper:
-    """Looks at a process's /metrics until the end of the block.
+    """Looks at a process's /metrics until the end of the block, seldom enough not to be seen in what it measures.
 
     consumes: /metrics; produces: `series`; waits for: `interval_s`; unblocked by: the end of the block.
     """
 
-    def __init__(self, url: str, *, interval_s: float = 0.1) -> None:
+    def __init__(self, url: str, *, interval_s: float = 0.25) -> None:
         self.series = Series()
         self._url, self._interval_s = url, interval_s
         self._stopping = threading.Event()

@@ -138,12 +138,15 @@ def whole(engine: OfflineEngine, workload: Workload, context: int) -> dict[str, 
     begin = time.perf_counter()
     for _ in range(num_steps):
         engine.step()
-    wall_s, t = time.perf_counter() - begin, engine.times
-    steps = max(t.num_steps, 1)
+    wall_s, t = time.perf_counter() - begin, replace(engine.times)
     drain(engine)
-    host_s = t.schedule_s + t.prepare_s + t.read_s
-    seconds = {"step": wall_s, "device": t.device_s + t.sample_s, "idle": t.idle_s, "host": host_s}
-    return {name: 1e3 * value / steps for name, value in seconds.items()}
+    seconds = {
+        "step": wall_s,
+        "device": t.device_s + t.sample_s,
+        "idle": t.idle_s,
+        "host": t.schedule_s + t.prepare_s + t.read_s,
+    }
+    return {name: 1e3 * value / max(t.num_steps, 1) for name, value in seconds.items()}
 
 
 def parts(workload: Workload, weights: Weights, ops: Ops, context: int) -> dict[str, float]:
