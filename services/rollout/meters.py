@@ -54,7 +54,7 @@ class Meters:
         if step_seconds is not None:
             self._step_seconds.observe(step_seconds)
 
-    def prepared(self, model: ServedModel, seconds: float) -> None:
+    def prepared(self, seconds: float) -> None:
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)
 
     def committed(self, model: ServedModel, result: CommitResult, kernels: dict[str, str]) -> None:

@@ -242,7 +242,7 @@ class PagedRunner(ModelRunner):
         tokens = self.config.max_step_tokens
         self.cache = KVCache(run.model, self.config.page_size, run.dtype, self.device)
         chunk = self.ops.choose_chunk(run.model.num_kv_heads, 1)
-        tiles = tokens // self._tile_queries + 16
+        tiles = tokens // self._tile_queries + most_prompts(self.config.max_running)
         shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=tiles)
         self._send_nothing(tokens)
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -144,7 +144,7 @@ class Pipeline:
         flight = self.runner.launch(chunks)
         for sample in flight.batch.samples:
             sample.num_pending += 1
-        self.scheduler.complete_all(chunks)
+        self.scheduler.complete(chunks)
         if flight.scored is not None:
             for seq, _, _, is_last in chunks:
                 if is_last and isinstance(seq, Scoring):

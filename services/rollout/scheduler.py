@@ -79,12 +79,9 @@ class Scheduler:
         assert chunks or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
         return chunks
 
-    def complete(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in the cache, or will be before anything launched from now on reads it."""
-        self.pages.advance(chunk.seq, chunk.end)
-
-    def complete_all(self, chunks: list[Chunk]) -> None:
-        """`complete` of each; most decode steps fill no page, and then there is nothing to share."""
+    def complete(self, chunks: list[Chunk]) -> None:
+        """The chunks' keys and values are in the cache, or will be before anything launched from now on reads it."""
+        # Most decode steps fill no page, and then there is nothing to share.
         page_size = self.pages.page_size
         for seq, _, end, _ in chunks:
             seq.num_computed = end

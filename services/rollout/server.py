@@ -182,7 +182,7 @@ class RolloutService(RolloutEngineServicer):
             self._refuse_if_unservable(error)
             await _abort(context, error)
         seconds = time.monotonic() - begin
-        self._meters.prepared(model, seconds)
+        self._meters.prepared(seconds)
         log.info(
             "prepared", run=model.run.config.run, step=model.version.step, digest=model.version.digest, seconds=seconds
         )

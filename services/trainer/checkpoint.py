@@ -61,6 +61,8 @@ class Ledger:
     run_config: dict[str, Any]
     kl_coef: float | None = None
     """Of the penalty towards the reference, as adapted so far; None in checkpoints from before it moved."""
+    dtype: str | None = None
+    """Of the published weights, which the run may leave to the machine; None in checkpoints from before it was recorded."""
 
 
 def latest(directory: Path) -> Path | None:
@@ -205,6 +207,7 @@ def _draft(directory: Path, learner: Learner) -> Draft:
         versions=tuple(c.version for c in learner.copies.held),
         run_config=unstructure(learner.config),
         kl_coef=learner.kl_coef,
+        dtype=str(learner.dtype).removeprefix("torch."),
     )
     return Draft(temporary, final, ledger)
 

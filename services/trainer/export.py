@@ -58,13 +58,15 @@ def export_checkpoint(path: Path, directory: Path, *, dtype: torch.dtype | None 
         CheckpointError: no checkpoint.
         ValueError: the run's model is not here.
     """
-    run = structure(RunConfig, read_ledger(path).run_config)
+    ledger = read_ledger(path)
+    run = structure(RunConfig, ledger.run_config)
     source = resolve_model(run.model)
     config = load_config(source)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(config, build_ops("fast")).named_parameters()}
     if dtype is None:
-        dtype = default_dtype() if run.dtype == "auto" else getattr(torch, run.dtype)
+        name = ledger.dtype or run.dtype
+        dtype = default_dtype() if name == "auto" else getattr(torch, name)
 
     def read(name: str) -> Tensor:
         state = {f"master.{name}": torch.empty(shapes[name])}

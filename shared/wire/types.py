@@ -34,9 +34,7 @@ class State(StrEnum):
 class DropReason(StrEnum):
     STALE = "stale"
     ORPHAN_LINEAGE = "orphan_lineage"
-    REWARD_TIMEOUT = "reward_timeout"
     INFRA_ERROR = "infra_error"
-    FILTERED = "filtered"
     POISON = "poison"
     CANCELLED = "cancelled"
 

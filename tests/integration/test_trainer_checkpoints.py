@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,18 @@ def test_transformers_loads_what_shards_and_checkpoints_are_exported_to(
         found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).state_dict()
         assert all(torch.equal(found[name].view(torch.int16), w.view(torch.int16)) for name, w in expected.items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "checkpoints", "shards"]
+
+
+def test_an_export_has_the_published_dtype_also_on_a_machine_that_would_choose_another(
+    model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = build_learner(run_config(model), world)
+    learner.config = replace(learner.config, dtype="auto")
+    saved = checkpoint.save(tmp_path / "checkpoints", learner, keep=1)
+    monkeypatch.setattr("services.trainer.export.default_dtype", lambda: torch.float32)
+    export_checkpoint(saved, tmp_path / "export")
+    with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as tensors:
+        assert {tensors.get_tensor(name).dtype for name in tensors.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
 def test_files_of_an_export_stay_below_their_bound_and_hold_every_tensor_once(

@@ -18,8 +18,9 @@ def scheduler(num_pages: int = 32, *, max_running: int = 4) -> Scheduler:
 
 
 def step(made: Scheduler) -> None:
-    for chunk in made.schedule():
-        made.complete(chunk)
+    chunks = made.schedule()
+    made.complete(chunks)
+    for chunk in chunks:
         if chunk.is_last:
             chunk.seq.token_ids.append(7)
 

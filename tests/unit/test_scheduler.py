@@ -22,10 +22,9 @@ def add(scheduler, arrival, tokens):
 def step(scheduler, *, lengths=None):
     """One step of a fake model that samples token 1000 + arrival; sequences end at `lengths`. Returns the chunks."""
     chunks = scheduler.schedule()
+    scheduler.complete(chunks)
     for chunk in chunks:
-        is_last = chunk.is_last
-        scheduler.complete(chunk)
-        if is_last:
+        if chunk.is_last:
             chunk.seq.token_ids.append(1000 + chunk.seq.arrival)
             if lengths is not None and len(chunk.seq.token_ids) >= lengths[chunk.seq.arrival]:
                 scheduler.finish(chunk.seq)
@@ -204,7 +203,7 @@ def test_with_room_for_all_a_group_computes_its_prompts_full_pages_once(
 def launch(scheduler):
     """Schedules a step and leaves what it samples pending. Returns its chunks."""
     chunks = scheduler.schedule()
-    scheduler.complete_all(chunks)
+    scheduler.complete(chunks)
     for chunk in chunks:
         chunk.seq.num_pending += chunk.is_last
     return chunks
