@@ -126,7 +126,8 @@ def mean_weight(weight_T: Tensor, sequence_T: Tensor, unit: str) -> float:
 
 
 def k3(delta_T: Tensor) -> Tensor:
-    """exp(delta) - 1 - delta, >= 0 to the last bit and 0 only at 0: expm1 keeps what the textbook form cancels."""
+    """exp(delta) - 1 - delta, never negative, and 0 only where delta² / 2 is below the last bit of delta: expm1 keeps what the
+    textbook form cancels."""
     return torch.expm1(delta_T) - delta_T
 
 

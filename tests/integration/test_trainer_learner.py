@@ -284,6 +284,8 @@ def test_when_every_sequence_is_rejected_nothing_moves(model: Path, world: World
     assert result.metrics["optimizer_steps"] == 0
     assert (result.metrics["loss"], result.metrics["grad_norm"]) == (0, 0)
     assert result.mismatch.is_exact, "metrics are taken before rejection"
+    seen = result.metrics["mismatch"]["correction"]
+    assert (seen["tokens"], seen["abs_max"] > 0) == (result.metrics["tokens"], True)
     after = masters(learner)
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -16,6 +16,7 @@ from services.trainer.advantage import advantages, shape_overlong
 from services.trainer.correction import importance_weights, k3, mean_weight
 from services.trainer.filters import KINDS, accept, coin_kl, keep_tokens, seq_max, seq_mean, seq_sum
 from services.trainer.loss import kl_penalty, policy_loss, token_scale
+from services.trainer.mismatch import divergence
 from services.trainer.mismatch_metrics import clips_by_tim, describe
 from shared.wire.algorithm import AlgorithmConfig, Filter
 
@@ -359,9 +360,9 @@ def test_x15_overflow_and_x16_length() -> None:
 def test_x17_the_parts_of_the_off_policyness_add_up() -> None:
     x = EXAMPLES["X17_decomposition"]
     series = [double([x[k]]) for k in ("rollout", "train_sampled", "train_proximal", "current")]
-    parts = [b - a for a, b in itertools.pairwise(series)]
-    close(torch.cat(parts), [x["tim"], x["staleness"], x["drift"]])
-    close(sum(parts), [x["total"]])
+    parts = [-divergence(new, old).k1 for old, new in itertools.pairwise(series)]
+    close(parts, [x["tim"], x["staleness"], x["drift"]])
+    close([sum(parts), -divergence(series[-1], series[0]).k1], [x["total"]] * 2)
 
 
 def test_overlong_rewards_fall_over_the_last_buffer() -> None:

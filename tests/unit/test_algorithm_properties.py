@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from services.trainer.advantage import ADVANTAGES, advantages
 from services.trainer.correction import RATIOS, importance_weights, mean_weight
 from services.trainer.filters import accept, keep_tokens
 from services.trainer.loss import policy_loss, token_scale
+from services.trainer.mismatch import divergence
 from services.trainer.mismatch_metrics import by_staleness, describe, histogram, pearson, quantile
 from shared.wire.algorithm import AlgorithmConfig, Filter
 
@@ -355,6 +356,26 @@ def test_advantages_forget_a_shift_of_the_rewards(name: str, reward: list[float]
     without = torch.tensor([True, True, False, True, True, True])
     other = [*reward[:2], 1e6, *reward[3:]]
     assert torch.equal(run(other, without), run(reward, without)), "a rejected reward changes nothing"
+
+
+@given(logprobs, deltas, deltas, deltas)
+def test_mismatch_staleness_and_drift_add_up(sampled: Tensor, tim: Tensor, staleness: Tensor, drift: Tensor) -> None:
+    series = list(accumulate((tim, staleness, drift), torch.add, initial=sampled))
+    parts = sum(divergence(new, old).k1 for old, new in pairwise(series))
+    assert parts == pytest.approx(divergence(series[-1], sampled).k1, abs=1e-12)
+    assert divergence(series[-1], sampled).k1 == pytest.approx(float((sampled - series[-1]).mean()), abs=1e-12)
+
+
+@given(logprobs, deltas, signs)
+def test_metrics_do_not_depend_on_the_order_of_the_trajectories(
+    values: Tensor, delta: Tensor, advantage: Tensor
+) -> None:
+    columns = [values + delta, values, delta.exp().clamp(max=2), advantage]
+    got, other = describe(*columns, SEQUENCE), describe(*(c.flip(0) for c in columns), (N - 1 - SEQUENCE).flip(0))
+    # A prefix has a direction, and a correlation or a skewness of what hardly varies is rounding.
+    for name in got.keys() - {"accumulated", "corr_token", "corr_seq", "pearson", "skew_fisher"}:
+        if got[name] is not None:
+            assert other[name] == pytest.approx(got[name], rel=1e-9, abs=1e-9), name
 
 
 @given(deltas, deltas)

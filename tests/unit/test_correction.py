@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -110,6 +111,27 @@ def test_k3_stays_positive_for_tiny_deltas() -> None:
     assert (textbook < 0).float().mean() > 0.3, "the plain form would have done as well"
     assert float(k3(delta).mean()) == pytest.approx(float(k3(delta.double()).mean()), rel=1e-4)
     assert k3(torch.zeros(1)) == 0
+
+
+def test_x22_k3_of_the_small_mismatch_regime() -> None:
+    delta = np.random.default_rng(0).normal(0, 1e-4, 100_000)
+    narrow = delta.astype(np.float32)
+    textbook = np.exp(narrow) - np.float32(1) - narrow
+    assert (textbook < 0).mean() == pytest.approx(0.376, abs=0.01)
+    assert textbook.mean(dtype=np.float64) == pytest.approx(1.693e-8, rel=0.02)
+    for values in (delta, narrow):
+        got = k3(torch.from_numpy(values))
+        assert (got >= 0).all()
+        assert float(got.double().mean()) == pytest.approx(5.001e-9, rel=2e-4)
+    assert float(k3(torch.tensor(3.3e-4, dtype=torch.float64))) == pytest.approx(5.4456e-8, rel=1e-5)
+
+
+@given(*[st.floats(-20, -(2.0**-20), width=32)] * 2)
+def test_k2_and_k3_are_nothing_only_where_the_logprobs_are_equal(train: float, rollout: float) -> None:
+    delta = torch.tensor([train - rollout], dtype=torch.float64)
+    for kind in ("k2", "k3"):
+        for value in (KIND_FUNCTIONS[kind](delta), KIND_FUNCTIONS[kind](-delta)):
+            assert (value > 0) if train != rollout else (value == 0), kind
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

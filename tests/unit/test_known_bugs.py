@@ -91,6 +91,8 @@ def test_a_shape_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> None
         importance_weights(torch.zeros(5), torch.zeros(shape), SEQUENCE, SEQUENCE, TOKEN_TIS)
     with pytest.raises(ValueError, match="of one shape"):
         describe(torch.zeros(5), torch.zeros(shape), torch.zeros(5), torch.zeros(5), SEQUENCE)
+    two = describe(double(0.9, 1.1).log(), double(0, 0), double(0.9, 1.1), double(1, 1), torch.arange(2))
+    assert (two["ratio_mean"], two["weight_mean"]) == (pytest.approx(1), pytest.approx(1)), "and not 2"
 
 
 def test_sums_over_a_constant_do_not_depend_on_padding_or_on_the_size_of_the_batch() -> None:

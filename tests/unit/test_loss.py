@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.trainer.correction import importance_weights
 from services.trainer.loss import PolicyLoss, policy_loss, token_scale
 from shared.wire.run import AlgorithmConfig
 
@@ -204,11 +205,38 @@ def test_loss_and_gradient_do_not_depend_on_cuts_or_order(
     assert torch.equal(reversed_grad, grad)
 
 
-@given(st.lists(st.floats(-8, 0, width=32), min_size=3, max_size=3))
-def test_behaviour_ratio_is_the_product_of_the_other_two(values: list[float]) -> None:
-    current, proximal, rollout = (torch.tensor([v], dtype=torch.float32) for v in values)
-    split = (current - proximal).double() + (proximal - rollout).double()
-    assert float(split - (current.double() - rollout.double())) == pytest.approx(0, abs=4e-6)
+def one_token(current: float, proximal: float, rollout: float) -> dict[str, Tensor]:
+    """An advantage and a scale of 1, in float64: the gradient is minus the coefficient of the logprob's own gradient."""
+    logprob, proximal_T, rollout_T, one = (
+        torch.tensor([x], dtype=torch.float64) for x in (current, proximal, rollout, 1)
+    )
+    zero = torch.zeros(1, dtype=torch.int64)
+    return {
+        "logprob_T": logprob.requires_grad_(), "proximal_T": proximal_T, "rollout_T": rollout_T, "advantage_T": one,
+        "scale_T": one, "accepted_T": one.bool(), "sequence_T": zero, "segment_T": zero,
+    }  # fmt: skip
+
+
+@given(*[st.floats(-8, 0)] * 3)
+def test_behaviour_ratio_is_the_product_of_the_other_two(current: float, proximal: float, rollout: float) -> None:
+    batch = one_token(current, proximal, rollout)
+    ppo, behaviour = (
+        -graded(replace(UNCLIPPED, mode=mode, tis_cap=None), batch)[1]  # type: ignore[arg-type]
+        for mode in ("recompute", "bypass")
+    )
+    zero = batch["sequence_T"]
+    corr = importance_weights(batch["proximal_T"], batch["rollout_T"], zero, zero, UNCLIPPED)
+    parts = ppo.log() + corr.log()
+    assert parts.item() == pytest.approx(behaviour.log().item(), abs=4 * math.ulp(8.0))
+
+
+@given(*[st.floats(-8, 0)] * 2, st.floats(0.1, 3))
+def test_the_gradient_of_weighted_reinforce_is_minus_the_weight(current: float, rollout: float, cap: float) -> None:
+    """To the bit: none takes the way through the weight, which is that of the current policy here."""
+    batch, config = one_token(current, current, rollout), AlgorithmConfig(loss="reinforce", tis_cap=cap)
+    zero = batch["sequence_T"]
+    weight = importance_weights(batch["logprob_T"].detach(), batch["rollout_T"], zero, zero, config)
+    assert torch.equal(graded(config, batch)[1], -weight)
 
 
 @pytest.mark.parametrize("delta", [1e4, -1e4])
