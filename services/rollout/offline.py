@@ -19,7 +19,7 @@ from torch import Tensor
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import CommitResult, Engine
 from services.rollout.samples import GroupRequest, Sample
-from services.rollout.stopping import StopRule
+from services.rollout.stopping import Decode, StopRule
 from services.rollout.times import StepTimes
 from services.rollout.weights import DTYPES, Numerics, ServedRun, build_model, certified, held_digest
 from shared.kernels import Ops
@@ -125,22 +125,7 @@ class OfflineEngine:
             params: further fields of SamplingParams.
         """
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-        request = GroupRequest(seed=seed, prompt_number=number, sampling=sampling, stream=None)
-        group = []
-        for index in range(samples):
-            tokens = list((continued or {}).get(index, ()))
-            group.append(
-                Sample(
-                    arrival=0,
-                    token_ids=[*prompt, *tokens],
-                    request=request,
-                    trajectory_id=f"{number}.{index}",
-                    sample_index=index,
-                    num_prompt_tokens=len(prompt),
-                    num_continued_tokens=len(tokens),
-                    stop_rule=StopRule(sampling),
-                )
-            )
+        group = group_of(prompt, sampling, samples=samples, number=number, seed=seed, continued=continued)
         assert self.engine.model is not None
         self.engine.submit(group, self.engine.model)
         self.results.update({s.trajectory_id: Sampled() for s in group})
@@ -170,6 +155,41 @@ class OfflineEngine:
             result.finish = chunk.finish_reason or ""
         if outputs.failures:
             raise RuntimeError(f"the engine gave up samples: {outputs.failures[0].reason}")
+
+
+def group_of(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    samples: int,
+    number: int,
+    seed: int,
+    continued: Mapping[int, Sequence[int]] | None = None,
+    decode: Decode | None = None,
+) -> list[Sample]:
+    """What a Generate call of these samples puts in line, named "number.index".
+
+    Args:
+        continued: by sample index, tokens sampled before.
+        decode: of the tokenizer, for stop strings.
+    """
+    request = GroupRequest(seed=seed, prompt_number=number, sampling=sampling, stream=None)
+    group = []
+    for index in range(samples):
+        tokens = list((continued or {}).get(index, ()))
+        group.append(
+            Sample(
+                arrival=0,
+                token_ids=[*prompt, *tokens],
+                request=request,
+                trajectory_id=f"{number}.{index}",
+                sample_index=index,
+                num_prompt_tokens=len(prompt),
+                num_continued_tokens=len(tokens),
+                stop_rule=StopRule(sampling, decode),
+            )
+        )
+    return group
 
 
 def random_weights(

@@ -11,8 +11,8 @@ import torch
 
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine
-from services.rollout.samples import GroupRequest, Sample, SampleChunk
-from services.rollout.stopping import StopRule
+from services.rollout.offline import group_of
+from services.rollout.samples import Sample, SampleChunk
 from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified
 from shared.config import unstructure
 from shared.models import Decoder, ModelConfig, named_weights, packed_layout
@@ -175,22 +175,9 @@ class Driver:
         **params,
     ) -> list[str]:
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, **params)
-        request = GroupRequest(seed=seed, prompt_number=number, sampling=sampling, stream=None)
-        group = []
-        for index in range(samples):
-            tokens = (continued or {}).get(index, [])
-            group.append(
-                Sample(
-                    arrival=0,
-                    token_ids=[*prompt, *tokens],
-                    request=request,
-                    trajectory_id=f"{number}.{index}",
-                    sample_index=index,
-                    num_prompt_tokens=len(prompt),
-                    num_continued_tokens=len(tokens),
-                    stop_rule=StopRule(sampling, decode),
-                )
-            )
+        group = group_of(
+            prompt, sampling, samples=samples, number=number, seed=seed, continued=continued, decode=decode
+        )
         self.engine.submit(group, self.engine.model)
         for sample in group:
             self.samples[sample.trajectory_id] = sample

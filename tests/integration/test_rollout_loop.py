@@ -8,8 +8,8 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine
 from services.rollout.loop import EngineLoop
 from services.rollout.meters import Meters
-from services.rollout.samples import GivenUp, GroupRequest, OtherVersion, Sample, Scoring, ShuttingDown
-from services.rollout.stopping import StopRule
+from services.rollout.offline import group_of
+from services.rollout.samples import GivenUp, OtherVersion, Scoring, ShuttingDown
 from shared.metrics import names
 from shared.metrics.server import value
 from shared.wire.types import SamplingParams
@@ -50,16 +50,7 @@ class Harness:
 
     def submit(self, model, *, max_tokens=5):
         sampling = SamplingParams(max_tokens=max_tokens)
-        sample = Sample(
-            arrival=0,
-            token_ids=[1, 2, 3],
-            request=GroupRequest(seed=0, prompt_number=0, sampling=sampling, stream=None),
-            trajectory_id="t",
-            sample_index=0,
-            num_prompt_tokens=3,
-            num_continued_tokens=0,
-            stop_rule=StopRule(sampling),
-        )
+        (sample,) = group_of([1, 2, 3], sampling, samples=1, number=0, seed=0)
         return sample, self.loop.call(lambda: self.loop.engine.submit([sample], model))
 
 
