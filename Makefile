@@ -68,6 +68,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_correction_plots.py
 	$(BIN)/python docs/generate_scaling.py
+	$(BIN)/python docs/generate_performance.py
 	$(BIN)/python deploy/grafana/generate_dashboard.py
 
 # docker-compose and promtool are not pip packages (Debian: docker-compose, prometheus), so `make test` checks the same

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.architectures import QWEN3_1_7B, SMOLLM2_135M, TINY, kv_elements, num_parameters
+from benchmarks.engine_cases.peers import VEXACT, VLLM
 from shared.models import ModelConfig
 
 BYTES = 2
@@ -111,11 +112,12 @@ FIELD = {
 WORKLOADS = (
     Workload(
         name="uniform", model=QWEN3_1_7B, num_prompts=256, prompt_tokens=256, new_tokens=512, config=FIELD,
-        peers={"vllm 0.26.0": 23_800, "vexact 88ad2a9 fa3 plain": 16_712}, target=24_000, least_ratio=0.97,
+        peers={"vllm 0.26.0": VLLM.rates["output"], "vexact 88ad2a9 fa3 plain": VEXACT.rates["output"]},
+        target=24_000, least_ratio=0.97,
     ),
     Workload(
         name="prefill", model=QWEN3_1_7B, num_prompts=256, prompt_tokens=256, is_prefill=True, config=FIELD,
-        peers={"vllm 0.26.0": 184_000}, target=180_000,
+        peers={"vllm 0.26.0": VLLM.rates["prompt"]}, target=180_000,
     ),
     Workload(
         name="group", model=QWEN3_1_7B, num_prompts=32, prompt_tokens=512, samples=8, new_tokens=512,
