@@ -107,9 +107,14 @@ def settings(job: Job) -> dict[str, Any]:
     }
 
 
+def unshared(job: Job, num_steps: int) -> dict[str, Any]:
+    """What else a record names; runs that differ in it are compared all the same."""
+    return {"steps": num_steps, "max_running": job.local.rollout.get("max_running")}
+
+
 def exactness(outcome: Outcome, job: Job) -> Iterator[Record]:
     """Bits of every trained token, all steps."""
-    params = settings(job) | {"steps": len(outcome.steps)}
+    params = settings(job) | unshared(job, len(outcome.steps))
     compared = sum(s.compared_tokens for s in outcome.steps)
     yield Record("loop", "tim", params, job.run.numerics, "compared_tokens", compared, "tokens")
     yield Record(
@@ -125,7 +130,7 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
         (window, row, split(window, row["phases"], series, BUSY))
         for window, row in windows([s.metrics for s in outcome.steps])
     ]
-    params = settings(job) | {"steps": len(found)}
+    params = settings(job) | unshared(job, len(found))
 
     def record(metric: str, values: list[float], unit: str, **more: Any) -> Record:
         low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
@@ -172,7 +177,7 @@ def compare(records: list[Record], path: Path) -> None:
 
 
 def key(params: Mapping[str, Any]) -> str:
-    return json.dumps({name: value for name, value in params.items() if name != "steps"}, sort_keys=True)
+    return json.dumps({name: params[name] for name in params if name not in ("steps", "max_running")}, sort_keys=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:
