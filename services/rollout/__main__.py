@@ -25,8 +25,9 @@ from shared.wire.pb.rollout_pb2_grpc import add_RolloutEngineServicer_to_server
 from shared.wire.weights import REPLICA_RPC_TIMEOUT_S, RefusedError, ReplicaLink, WeightSyncError
 
 STREAMS_GRACE_S = 2.0
-SWITCH_INTERVAL_S = 0.0005
-"""How long the threads that send and answer may keep the engine's from running; Python's own 5 ms are a whole step."""
+SWITCH_INTERVAL_S = 0.0001
+"""How long the threads that send and answer may keep the engine's from running, each of the dozen times a step that it lets them
+run; Python's own 5 ms are a whole step."""
 
 log = structlog.get_logger()
 

@@ -5,6 +5,7 @@ Legend: T tokens, R rows, N slots, n tiles.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ class Fields:
             ("q_starts", "int32", num_slots + 2),
             ("ones", "int32", num_rows),
             ("longs", "int32", num_rows),
+            # New entries of the page tables: flat index, page.
+            ("page_at", "int64", num_rows),
+            ("page_ids", "int32", num_rows),
             ("tile_seqs", "int32", num_tiles),
             ("tile_firsts", "int32", num_tiles),
         ]
@@ -44,6 +48,28 @@ class Fields:
         return fields, begin
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A decode step that a copy of the host holds: each share is a row and a token."""
+
+    shape: Shape
+    stints_S: np.ndarray
+    ends_S: np.ndarray
+    num_longs: int
+
+    @classmethod
+    def of(cls, batch: Batch, shape: Shape) -> Filled:
+        num_longs = int((batch.ends_S > shape.chunk).sum())
+        return cls(shape, batch.step.stints_S, batch.ends_S, num_longs)
+
+    def is_continued_by(self, other: Filled) -> bool:
+        """Whether the other step is of the same sequences, all longer by the same: by slot, and in the order of their lengths."""
+        if self.shape != other.shape or not np.array_equal(self.stints_S, other.stints_S):
+            return False
+        growth_S = other.ends_S - self.ends_S
+        return self.num_longs == other.num_longs and bool((growth_S == growth_S[0]).all())
+
+
 class Block:
     """Two copies on the host, used in turn: when a third step is filled in, the first one's results have been read."""
 
@@ -55,13 +81,26 @@ class Block:
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
         self._turn = 0
+        self._filled: list[Filled | None] = [None, None]
         self._views: dict[tuple[str, int], Views] = {}
 
     def next_host(self, num_tokens: int) -> Views:
         """Numpy views of the host's copy that is free, for a step of `num_tokens`."""
         self._turn = 1 - self._turn
-        self._sent = num_tokens
+        self._sent, self._filled[self._turn] = num_tokens, None
         return self._of(f"host{self._turn}", num_tokens)
+
+    def fill(self, batch: Batch, tables: SlotTables, shape: Shape, page_size: int, tile_queries: int) -> Views:
+        """`fill` of what `next_host` gives; where that holds an earlier step of the same sequences, of what has changed."""
+        held = self._filled[1 - self._turn]
+        host = self.next_host(shape.tokens)
+        coming = Filled.of(batch, shape) if batch.is_decode else None
+        if held is not None and coming is not None and held.is_continued_by(coming):
+            refill(host, batch, tables, page_size)
+        else:
+            fill(host, batch, tables, shape, page_size, tile_queries)
+        self._filled[self._turn] = coming
+        return host
 
     def send(self) -> None:
         """Copies what `next_host` gave last to the device, in the current stream."""
@@ -97,7 +136,7 @@ def fill(host: Views, batch: Batch, tables: SlotTables, shape: Shape, page_size:
         shape: that holds the batch: exact, or padded.
         tile_queries: of a prompt's tile.
     """
-    clear(host, tables.num_slots)
+    clear(host, tables)
     slots, ends, q_lens = batch.slots_S, batch.ends_S, batch.q_lens_S
     num_tokens, num_rows = batch.num_tokens, len(batch.samples)
     batch.write_ids(host["ids"][:num_tokens])
@@ -107,7 +146,8 @@ def fill(host: Views, batch: Batch, tables: SlotTables, shape: Shape, page_size:
         tables.pages[slots_T, positions // page_size].astype(np.int64) * page_size + positions % page_size
     )
     host["rows"][:num_rows] = batch.rows_R
-    host["slots"][:num_rows] = slots[batch.sampled_R]
+    host["slots"][:num_rows] = batch.slots_R
+    write_pages(host, batch, tables)
     for name, values in tables.sampling(batch).items():
         host[name][:num_rows] = values
     host["contexts"][slots] = ends
@@ -130,7 +170,27 @@ def fill(host: Views, batch: Batch, tables: SlotTables, shape: Shape, page_size:
     host["tile_firsts"][: len(seq)] = first[order]
 
 
-def clear(host: Views, num_slots: int) -> None:
+def refill(host: Views, batch: Batch, tables: SlotTables, page_size: int) -> None:
+    """Writes a decode step into a block that holds an earlier one of the same sequences."""
+    slots, starts, num_rows = batch.slots_S, batch.step.starts_S, batch.num_tokens
+    host["positions"][:num_rows] = starts
+    host["kv_slots"][:num_rows] = (
+        tables.pages[slots, starts // page_size].astype(np.int64) * page_size + starts % page_size
+    )
+    host["position"][:num_rows] = tables.positions(batch)
+    host["contexts"][slots] = batch.ends_S
+    write_pages(host, batch, tables)
+
+
+def write_pages(host: Views, batch: Batch, tables: SlotTables) -> None:
+    """The new entries of the page tables, as far as there is room for all of them: those of prompts may be too many."""
+    at, pages = batch.new_pages
+    num_new = len(at) if len(at) <= len(host["page_at"]) else 0
+    host["page_at"][:num_new], host["page_ids"][:num_new] = at[:num_new], pages[:num_new]
+    host["page_at"][num_new:], host["page_ids"][num_new:] = tables.num_slots * tables.max_pages, 0
+
+
+def clear(host: Views, tables: SlotTables) -> None:
     """A block of padding: tiles of slot N, which has no queries and no keys, and rows that are written nowhere."""
     for name in (
         "ids",
@@ -148,4 +208,5 @@ def clear(host: Views, num_slots: int) -> None:
     host["kv_slots"][:] = -1
     host["temperature"][:] = 1
     for name in ("slots", "ones", "longs", "tile_seqs"):
-        host[name][:] = num_slots
+        host[name][:] = tables.num_slots
+    host["page_at"][:], host["page_ids"][:] = tables.num_slots * tables.max_pages, 0

@@ -217,16 +217,12 @@ class Engine:
             if len(ids) > 4
         ]
         self.scheduler.make_room(max((p.num_tokens for p in probes), default=0))
-        held, self.scheduler.waiting = self.scheduler.waiting, []
-        running, self.scheduler.running = self.scheduler.running, []
-        for probe in probes:
-            probe.arrival = -1
-            self.scheduler.add(probe)
-        while not all(p.done.done() for p in probes):
-            self.step()
-        self.scheduler.running = running
-        for seq in held:
-            self.scheduler.add(seq)
+        with self.scheduler.apart():
+            for probe in probes:
+                probe.arrival = -1
+                self.scheduler.add(probe)
+            while not all(p.done.done() for p in probes):
+                self.step()
         expected = b"".join(model.manifest.probe_logprobs)
         got = b"".join(float32_bytes(p.logprobs) for p in probes)
         num_differing = int((np.frombuffer(got, "<u4") != np.frombuffer(expected, "<u4")).sum())

@@ -1,6 +1,6 @@
-"""A step's chunks as arrays: what stays with a sequence is kept by slot, so that a step is array arithmetic over all of them.
+"""A step as arrays: what stays with a sequence is kept by slot, so that a step is array arithmetic over all of them.
 
-Legend: S chunks, in ascending order of slot; T tokens; R sampled rows; N slots (row N of a table belongs to nobody).
+Legend: S shares of sequences, in ascending order of slot; T tokens; R sampled rows; N slots (row N of a table belongs to nobody).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.rollout.samples import Sample
-from services.rollout.scheduler import Chunk
 from services.rollout.sequence import Sequence
+from services.rollout.slots import Step
 
 Array = np.ndarray
 
@@ -20,22 +20,28 @@ Array = np.ndarray
 class Batch:
     """One step."""
 
-    chunks: list[Chunk]
-    slots_S: Array
-    """int64; so are the others."""
-    starts_S: Array
-    ends_S: Array
+    step: Step
     q_lens_S: Array
-    samples: list[Sample]
-    """One per sampled row, in the order of the chunks."""
+    """int64; so are the others."""
     sampled_R: Array
-    """Index of each sampled chunk."""
+    """Index of each sampled share."""
+    slots_R: Array
+    samples: Array
+    """Objects, one per sampled row."""
+    stints_R: Array
+    num_tokens: int
+    is_decode: bool
+    """Whether every share is the one token that was sampled last."""
     new_pages: tuple[Array, Array]
     """Entries of the page tables that are new: flat index, page."""
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.q_lens_S.sum())
+    def slots_S(self) -> Array:
+        return self.step.slots_S
+
+    @property
+    def ends_S(self) -> Array:
+        return self.step.ends_S
 
     @property
     def rows_R(self) -> Array:
@@ -46,18 +52,19 @@ class Batch:
     def positions_T(self) -> Array:
         """Absolute position of each token."""
         first = np.cumsum(self.q_lens_S) - self.q_lens_S
-        return np.arange(self.num_tokens) + (self.starts_S - first).repeat(self.q_lens_S)
+        return np.arange(self.num_tokens) + (self.step.starts_S - first).repeat(self.q_lens_S)
 
     def write_ids(self, ids_T: Array) -> None:
         """Token ids; -1 - slot where the token is pending on the device."""
-        if self.num_tokens == len(self.chunks):
+        if self.is_decode:
             ids_T[:] = -1 - self.slots_S
+            return
         begin = 0
-        for seq, start, end, _ in self.chunks:
-            if not seq.num_pending:
-                ids_T[begin : begin + end - start] = seq.token_ids[start:end]
-            else:
+        for (seq, start, end, _), is_pending in zip(self.step, self.step.is_pending_S.tolist(), strict=True):
+            if is_pending:
                 ids_T[begin] = -1 - seq.slot
+            else:
+                ids_T[begin : begin + end - start] = seq.token_ids[start:end]
             begin += end - start
 
 
@@ -71,54 +78,62 @@ class SlotTables:
             np.zeros(num_slots, np.int64) for _ in range(5)
         )
         self.temperature, self.top_p, self.min_p = (np.zeros(num_slots, np.float32) for _ in range(3))
-        self.is_sample = np.zeros(num_slots, bool)
+        self.is_sample, self.is_filtered = (np.zeros(num_slots, bool) for _ in range(2))
 
-    def batch(self, chunks: list[Chunk]) -> Batch:
-        """Brings the tables up to date with the chunks."""
-        chunks.sort(key=_slot)
+    def batch(self, step: Step) -> Batch:
+        """Brings the tables up to date with the step."""
         at: list[Array] = []
         pages: list[int] = []
-        for seq, *_ in chunks:
+        for seq in step.changed:
             num_tabled = seq.num_tabled_pages
-            if num_tabled < len(seq.pages):
-                if not num_tabled:
-                    self._enter(seq)
-                new = seq.pages[num_tabled:]
-                self.pages[seq.slot, num_tabled : len(seq.pages)] = new
-                at.append(np.arange(num_tabled, len(seq.pages)) + seq.slot * self.max_pages)
-                pages += new
-                seq.num_tabled_pages = len(seq.pages)
-        seqs, *columns = zip(*chunks, strict=True)
-        starts_S, ends_S, is_last_S = (np.array(column, np.int64) for column in columns)
-        slots_S = np.array([seq.slot for seq in seqs])
-        sampled_R = np.flatnonzero(is_last_S & self.is_sample[slots_S])
-        samples = [chunks[i].seq for i in sampled_R.tolist()]
+            if not num_tabled:
+                self._enter(seq)
+            new = seq.pages[num_tabled:]
+            self.pages[seq.slot, num_tabled : len(seq.pages)] = new
+            at.append(np.arange(num_tabled, len(seq.pages)) + seq.slot * self.max_pages)
+            pages += new
+            seq.num_tabled_pages = len(seq.pages)
+        q_lens_S = step.ends_S - step.starts_S
+        num_tokens = int(q_lens_S.sum())
+        is_decode = num_tokens == len(step) and bool(step.is_pending_S.all())
+        columns = (np.arange(len(step)), step.slots_S, step.seqs_S, step.stints_S)
+        if not is_decode:
+            is_sampled_S = step.is_last_S & self.is_sample[step.slots_S]
+            columns = tuple(column[is_sampled_S] for column in columns)
+        sampled_R, slots_R, samples, stints_R = columns
         return Batch(
-            chunks=chunks,
-            slots_S=slots_S,
-            starts_S=starts_S,
-            ends_S=ends_S,
-            q_lens_S=ends_S - starts_S,
-            samples=samples,  # type: ignore[arg-type]  # is_sample says so
+            step=step,
+            q_lens_S=q_lens_S,
             sampled_R=sampled_R,
+            slots_R=slots_R,
+            samples=samples,
+            stints_R=stints_R,
+            num_tokens=num_tokens,
+            is_decode=is_decode,
             new_pages=(np.concatenate(at) if at else np.zeros(0, np.int64), np.array(pages, np.int32)),
         )
 
     def sampling(self, batch: Batch) -> dict[str, Array]:
         """The fields of SamplingParams, by sampled row. A token's index counts sampled tokens: the prompt number stands for the
         prompt."""
-        slots = batch.slots_S[batch.sampled_R]
+        slots = batch.slots_R
         return {
             "seed": self.seed[slots],
             "prompt": self.prompt[slots],
             "sample": self.sample[slots],
-            "position": batch.ends_S[batch.sampled_R] - self.num_prompt[slots],
+            "position": self.positions(batch),
             "temperature": self.temperature[slots],
         }
 
+    def positions(self, batch: Batch) -> Array:
+        """[R]: index of the token to draw among the sampled ones."""
+        return batch.ends_S[batch.sampled_R] - self.num_prompt[batch.slots_R]
+
     def filters(self, batch: Batch) -> dict[str, Array]:
         """Those of top_k, top_p and min_p that a sampled row uses."""
-        slots = batch.slots_S[batch.sampled_R]
+        slots = batch.slots_R
+        if not self.is_filtered[slots].any():
+            return {}
         top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
         used = {"top_k": top_k.any(), "top_p": (top_p < 1).any(), "min_p": min_p.any()}
         values = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -134,12 +149,9 @@ class SlotTables:
             self.sample[slot] = seq.sample_index
             self.temperature[slot] = params.temperature
             self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p or 1.0, params.min_p
+            self.is_filtered[slot] = params.is_truncated
 
 
 def _signed(value: int) -> int:
     """64 bits in two's complement."""
     return (value + 2**63) % 2**64 - 2**63
-
-
-def _slot(chunk: Chunk) -> int:
-    return chunk.seq.slot

@@ -67,7 +67,7 @@ class PagePool:
 
     def lookup(self, seq: Sequence) -> list[int]:
         """The longest run of cached pages that begins `seq`; the last token is always left to compute."""
-        if not self._is_shared(seq):
+        if not self.may_share(seq):
             return []
         self._extend_keys(seq)
         hits: list[int] = []
@@ -80,7 +80,7 @@ class PagePool:
 
     def is_coming(self, seq: Sequence, num_hits: int) -> bool:
         """Whether an older running sequence is about to compute the first page that `lookup` missed."""
-        if not self._is_shared(seq) or num_hits >= (len(seq.token_ids) - 1) // self.page_size:
+        if not self.may_share(seq) or num_hits >= (len(seq.token_ids) - 1) // self.page_size:
             return False
         owner = self._claims.get(seq.page_keys[num_hits])
         return owner is not None and owner.arrival < seq.arrival
@@ -104,14 +104,14 @@ class PagePool:
             self._references[page] += 1
         seq.pages = hits + [self._take() for _ in range(num_new)]
         seq.num_computed, seq.num_shared_pages = len(hits) * self.page_size, len(hits)
-        if self._is_shared(seq):
+        if self.may_share(seq):
             for key in seq.page_keys[len(hits) : len(seq.token_ids) // self.page_size]:
                 self._claims.setdefault(key, seq)
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Pages for tokens that were added since; False, changing nothing, if none is free."""
-        num_new = self.num_pages_for(seq.num_tokens) - len(seq.pages)
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Pages for `num_tokens` tokens in all; False, changing nothing, if too few are free."""
+        num_new = self.num_pages_for(num_tokens) - len(seq.pages)
         if num_new > len(self._free):
             return False
         for _ in range(num_new):
@@ -125,7 +125,7 @@ class PagePool:
         """
         seq.num_computed = num_computed
         first, page_size = seq.num_shared_pages, self.page_size
-        if num_computed < (first + 1) * page_size or not self._is_shared(seq):
+        if num_computed < (first + 1) * page_size or not self.may_share(seq):
             return
         end = min(num_computed, len(seq.token_ids)) // page_size
         seq.num_shared_pages = end
@@ -152,7 +152,8 @@ class PagePool:
         seq.pages = []
         seq.num_computed = seq.num_shared_pages = 0
 
-    def _is_shared(self, seq: Sequence) -> bool:
+    def may_share(self, seq: Sequence) -> bool:
+        """Whether full pages of `seq` may be found by others, and it may find theirs."""
         return self.shares_prefixes and seq.shares_pages and not seq.is_mixed
 
     def _take(self) -> int:

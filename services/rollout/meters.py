@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from services.rollout.engine import CommitResult, Engine
 from services.rollout.weights import ServedModel
 from shared.metrics import names
 from shared.metrics.server import metric
+
+INTERVAL_S = 0.05
+"""Between two updates while nothing but tokens changes: a step must not wait for twenty metrics and their locks."""
 
 
 class Meters:
@@ -33,9 +38,24 @@ class Meters:
         )
         self._step_seconds = metric(names.ENGINE_STEP_SECONDS).labels(replica=replica)
         self._last: tuple[float, ...] = (0,) * (8 + len(phases))
+        self._seen: list[float] = []
+        """Seconds of the steps since the last update."""
+        self._load = (0, 0)
+        self._due = 0.0
 
     def observe(self, engine: Engine, step_seconds: float | None) -> None:
-        """After every round of the loop; `step_seconds` is None where nothing was computed."""
+        """After every round of the loop; `step_seconds` is None where nothing was computed.
+
+        Updates the metrics where sequences came or went, or nothing is left to do; otherwise every INTERVAL_S.
+        """
+        if step_seconds is not None:
+            self._seen.append(step_seconds)
+        now, load = time.monotonic(), (len(engine.scheduler.running), len(engine.scheduler.waiting))
+        if now >= self._due or load != self._load or not engine.has_work:
+            self._due, self._load = now + INTERVAL_S, load
+            self._update(engine)
+
+    def _update(self, engine: Engine) -> None:
         c, s, t = engine.counters, engine.scheduler, engine.times
         now = (
             *(c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions),
@@ -51,8 +71,9 @@ class Meters:
         self._waiting.set(len(s.waiting))
         self._usage.set(engine.kv_usage)
         self._graphs.set(engine.num_graphs)
-        if step_seconds is not None:
-            self._step_seconds.observe(step_seconds)
+        for seconds in self._seen:
+            self._step_seconds.observe(seconds)
+        self._seen.clear()
 
     def prepared(self, seconds: float) -> None:
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.blocks import Block, Fields, Views, clear, fill
+from services.rollout.blocks import Block, Fields, Views, clear
 from services.rollout.config import RolloutConfig
 from services.rollout.graphs import (
     SCRATCH_BYTES,
@@ -91,6 +91,9 @@ class PagedRunner(ModelRunner):
         self._block = Block(fields, num_tokens=num_tokens, device=self.device)
         self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
         self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
+        is_gpu = self.device.type == "cuda"
+        self._drawn = [torch.zeros((3, self._most_rows), dtype=torch.int32, pin_memory=is_gpu) for _ in range(2)]
+        self._turn = 0
         self._zeros = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
         if self.config.is_measured:
             self.config = measured(self.config, self.model, self._measure_step())
@@ -98,14 +101,13 @@ class PagedRunner(ModelRunner):
 
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
         shape = self._shape(batch)
-        has_scorings = not self.tables.is_sample[batch.slots_S].all()
+        has_scorings = not batch.is_decode and not self.tables.is_sample[batch.slots_S].all()
         fitting = (
             None
             if has_scorings or not self.config.cuda_graphs
             else self._captured(shape, int((batch.q_lens_S > 1).sum()))
         )
-        host = self._block.next_host((fitting or shape).tokens)
-        fill(host, batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
+        self._block.fill(batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
         begin = self.clock.mark()
         self._block.send()
         self._table_pages(batch)
@@ -114,9 +116,9 @@ class PagedRunner(ModelRunner):
         else:
             hidden_TD = self._forward(shape)
         forwarded = self.clock.mark()
-        drawn, scored = torch.empty((3, 0), dtype=torch.int32), None
-        if batch.samples:
-            drawn = self._to_host(self._draw(batch))
+        drawn, scored = self._drawn[0][:, :0], None
+        if len(batch.samples):
+            drawn = self._hand_over(self._draw(batch))
         if has_scorings:
             logprobs = self.score(hidden_TD, batch)
             assert logprobs is not None
@@ -127,10 +129,10 @@ class PagedRunner(ModelRunner):
 
     def _shape(self, batch: Batch) -> Shape:
         is_one = batch.q_lens_S == 1
-        num_ones = int(is_one.sum())
-        longest = int(batch.ends_S[is_one].max()) if num_ones else 1
+        ends = batch.ends_S[is_one]
+        num_ones, longest = len(ends), int(ends.max(initial=1))
         chunk = self.ops.choose_chunk(max(num_ones, 1) * self.model.run.model.num_kv_heads, longest)
-        num_longs = int((batch.ends_S[is_one] > chunk).sum())
+        num_longs = int((ends > chunk).sum())
         return Shape(
             tokens=batch.num_tokens,
             ones=num_ones - num_longs,
@@ -158,6 +160,7 @@ class PagedRunner(ModelRunner):
     def _forward(self, shape: Shape) -> Tensor:
         """[T, D]: the layers on what the block holds; the rows to be sampled are copied to `_hidden_RD`."""
         block = self._block.device(shape.tokens)
+        self._pages.view(-1).index_copy_(0, block["page_at"], block["page_ids"])
         hidden_TD = self._merged.forward(
             self.known(block["ids"]), block["positions"], block["kv_slots"], self._plan(shape, block), self.cache
         )
@@ -200,9 +203,16 @@ class PagedRunner(ModelRunner):
 
     def _table_pages(self, batch: Batch) -> None:
         at, pages = batch.new_pages
-        if len(at):
+        if len(at) > self._most_rows:
+            # More than the block has room for.
             packed = self.to_device(np.stack((at, pages.astype(np.int64))))
             self._pages.view(-1).index_copy_(0, packed[0], packed[1].int())
+
+    def _hand_over(self, drawn_3R: Tensor) -> Tensor:
+        """On the host, in one of two places used in turn: when a third step draws, what the first one drew has been read."""
+        self._turn = 1 - self._turn
+        host = self._drawn[self._turn].view(-1)[: drawn_3R.numel()].view(drawn_3R.shape)
+        return host.copy_(drawn_3R, non_blocking=True)
 
     def _to_host(self, values: Tensor) -> Tensor:
         if self.device.type != "cuda":
@@ -232,7 +242,7 @@ class PagedRunner(ModelRunner):
 
     def _send_nothing(self, num_tokens: int) -> None:
         host = self._block.next_host(num_tokens)
-        clear(host, self.config.max_running)
+        clear(host, self.tables)
         self._block.send()
         self.clock.wait(self.clock.mark())
 

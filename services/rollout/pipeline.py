@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from services.rollout.config import RolloutConfig
+from services.rollout.inputs import Batch
 from services.rollout.kv_cache import PagePool
 from services.rollout.runner import Flight, ModelRunner
 from services.rollout.samples import Sample, SampleChunk, SampleFailed, Scoring, UnservableRun
-from services.rollout.scheduler import Chunk, Scheduler
+from services.rollout.scheduler import Scheduler
 from services.rollout.sequence import SequenceState
+from services.rollout.slots import Step
 from services.rollout.times import StepTimes
 from services.rollout.weights import ServedModel
 from shared.kernels import InexactKernelError
@@ -65,6 +67,7 @@ class Pipeline:
             max_running=config.max_running,
             max_step_tokens=config.max_step_tokens,
             max_chunk_tokens=config.max_chunk_tokens,
+            tokens_per_chunk=config.tokens_per_chunk,
         )
         self.counters, self.times, self.outputs = Counters(), StepTimes(), Outputs()
         self.runner: ModelRunner | None = None
@@ -116,10 +119,84 @@ class Pipeline:
 
     def flush(self, sample: Sample, reason: FinishReason | None) -> None:
         """Hands over the tokens sampled since the last chunk, stamped with the version held: flush before a swap."""
-        num_tokens = len(sample.logprobs)
-        if not num_tokens and reason is None:
-            return
+        self.scheduler.slots.settle(sample)
+        if sample.logprobs or reason is not None:
+            self._send(sample, reason)
+        if sample.slot >= 0:
+            self.scheduler.slots.watch(sample)
+
+    def _launch(self) -> Flight | None:
+        begin = time.monotonic()
+        step = self.scheduler.schedule()
+        if not len(step):
+            return None
         assert self.runner is not None
+        self.times.schedule_s += time.monotonic() - begin
+        flight = self.runner.launch(step)
+        self.scheduler.slots.pending[flight.batch.slots_R] += 1
+        self.scheduler.complete(step)
+        if flight.scored is not None:
+            for seq, _, _, is_last in step:
+                if is_last and isinstance(seq, Scoring):
+                    self.scheduler.finish(seq)
+        self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
+        return flight
+
+    def _read(self, flight: Flight) -> None:
+        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
+        assert self.runner is not None
+        self.runner.wait(flight)
+        begin = time.monotonic()
+        if flight.scored is not None:
+            _fill_scorings(flight.batch.step, flight.scored.numpy())
+        num_rows = len(flight.batch.samples)
+        if num_rows:
+            drawn_3R = flight.drawn.numpy()[:, :num_rows]
+            self._require_finite(flight.batch.samples, drawn_3R[1].view(np.float32))
+            self._extend(flight.batch, drawn_3R)
+        self.times.read_s += time.monotonic() - begin
+
+    def _extend(self, batch: Batch, drawn_3R: np.ndarray) -> None:
+        """One token more for each sample that is still open; those where something is due are looked at."""
+        slots, slots_R, c = self.scheduler.slots, batch.slots_R, self.counters
+        is_there_R = slots.stints[slots_R] == batch.stints_R
+        if not is_there_R.all():
+            for i in np.flatnonzero(~is_there_R).tolist():
+                self._extend_gone(batch.samples[i], *drawn_3R[:, i])
+            slots_R, drawn_3R = slots_R[is_there_R], drawn_3R[:, is_there_R]
+        c.sampled_tokens += len(slots_R)
+        c.continued_tokens += int(np.count_nonzero(slots.is_continued[slots_R]))
+        for sample in slots.seqs[slots.extend(slots_R, drawn_3R)].tolist():
+            slots.settle(sample)
+            self._look(sample)
+
+    def _extend_gone(self, sample: Sample, token: np.int32, logprob_bits: np.int32, top1: np.int32) -> None:
+        """A token of one that lost its place after the launch: it was preempted, or is over."""
+        sample.num_pending -= 1
+        if sample.state is SequenceState.FINISHED:
+            self.counters.dropped_rows += 1
+            return
+        sample.token_ids.append(int(token))
+        sample.logprobs.append(float(logprob_bits.view(np.float32)))
+        sample.top1.append(int(top1))
+        self.counters.sampled_tokens += 1
+        self.counters.continued_tokens += sample.num_continued_tokens > 0
+        self._look(sample)
+
+    def _look(self, sample: Sample) -> None:
+        """Ends a settled sample that is at its end, sends a chunk that is due."""
+        reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
+        if reason is not None:
+            self.end(sample, reason)
+            return
+        if self.scheduler.slots.room(sample) == 0:
+            self._send(sample, None)
+        if sample.slot >= 0:
+            self.scheduler.slots.watch(sample)
+
+    def _send(self, sample: Sample, reason: FinishReason | None) -> None:
+        assert self.runner is not None
+        num_tokens = len(sample.logprobs)
         self.outputs.chunks.append(
             SampleChunk(
                 sample=sample,
@@ -134,62 +211,7 @@ class Pipeline:
         )
         sample.logprobs, sample.top1 = [], []
 
-    def _launch(self) -> Flight | None:
-        begin = time.monotonic()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return None
-        assert self.runner is not None
-        self.times.schedule_s += time.monotonic() - begin
-        flight = self.runner.launch(chunks)
-        for sample in flight.batch.samples:
-            sample.num_pending += 1
-        self.scheduler.complete(chunks)
-        if flight.scored is not None:
-            for seq, _, _, is_last in chunks:
-                if is_last and isinstance(seq, Scoring):
-                    self.scheduler.finish(seq)
-        self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
-        return flight
-
-    def _read(self, flight: Flight) -> None:
-        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
-        assert self.runner is not None
-        self.runner.wait(flight)
-        begin = time.monotonic()
-        samples = flight.batch.samples
-        if flight.scored is not None:
-            _fill_scorings(flight.batch.chunks, flight.scored.numpy())
-        if samples:
-            drawn = flight.drawn.numpy()[:, : len(samples)]
-            logprobs = drawn[1].view(np.float32)
-            self._require_finite(samples, logprobs)
-            self._extend(samples, drawn[0].tolist(), logprobs.tolist(), drawn[2].tolist())
-        self.times.read_s += time.monotonic() - begin
-
-    def _extend(self, samples: list[Sample], tokens: list[int], logprobs: list[float], top1s: list[int]) -> None:
-        """One token more for each sample; this runs for every token, so it is plain on purpose."""
-        most, num_continued, num_dropped = self.config.tokens_per_chunk, 0, 0
-        for sample, token, logprob, top1 in zip(samples, tokens, logprobs, top1s, strict=True):
-            sample.num_pending -= 1
-            if sample.state is SequenceState.FINISHED:
-                num_dropped += 1
-                continue
-            sample.token_ids.append(token)
-            sample.logprobs.append(logprob)
-            sample.top1.append(top1)
-            if sample.num_continued_tokens:
-                num_continued += 1
-            reason = sample.stop_rule.check(sample.token_ids, sample.num_prompt_tokens)
-            if reason is not None:
-                self.end(sample, reason)
-            elif len(sample.logprobs) >= most:
-                self.flush(sample, None)
-        self.counters.sampled_tokens += len(samples) - num_dropped
-        self.counters.continued_tokens += num_continued
-        self.counters.dropped_rows += num_dropped
-
-    def _require_finite(self, samples: list[Sample], logprobs: np.ndarray) -> None:
+    def _require_finite(self, samples: np.ndarray, logprobs: np.ndarray) -> None:
         # A row behind the end of its sequence continues a sequence like any other: it is finite too.
         is_finite = np.isfinite(logprobs)
         if not is_finite.all():
@@ -210,9 +232,9 @@ def build_runner(config: RolloutConfig, model: ServedModel) -> ModelRunner:
     return PagedRunner(config, model)
 
 
-def _fill_scorings(chunks: list[Chunk], logprobs: np.ndarray) -> None:
+def _fill_scorings(step: Step, logprobs: np.ndarray) -> None:
     begin = 0
-    for seq, start, end, is_last in chunks:
+    for seq, start, end, is_last in step:
         if isinstance(seq, Scoring):
             seq.logprobs[start:end] = logprobs[begin : begin + end - start]
             begin += end - start

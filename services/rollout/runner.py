@@ -20,7 +20,7 @@ from torch import Tensor
 from services.rollout.config import RolloutConfig
 from services.rollout.inputs import Batch, SlotTables
 from services.rollout.samples import Scoring
-from services.rollout.scheduler import Chunk
+from services.rollout.slots import Step
 from services.rollout.times import Clock, StepTimes
 from services.rollout.weights import ServedModel
 from shared.kernels import AttentionLayout, SampleOutput, SamplingParams
@@ -71,10 +71,10 @@ class ModelRunner:
         self.model = model
         return model
 
-    def launch(self, chunks: list[Chunk]) -> Flight:
-        """Computes the chunks' tokens into the cache and draws the next token of each sample that is computed to its end."""
+    def launch(self, step: Step) -> Flight:
+        """Computes the step's tokens into the cache and draws the next token of each sample that is computed to its end."""
         started = time.monotonic()
-        batch = self.tables.batch(chunks)
+        batch = self.tables.batch(step)
         flight = self._run(batch, self._last_end)
         self._last_end = flight.end
         # Where the launch itself computes, that is no preparation.
@@ -112,11 +112,11 @@ class ModelRunner:
         )
         forwarded = self.clock.mark()
         drawn = torch.empty((3, 0), dtype=torch.int32)
-        if batch.samples:
+        if len(batch.samples):
             hidden_RD = hidden_TD[self.to_device(batch.rows_R)]
             keys = {name: self.to_device(v) for name, v in self.tables.sampling(batch).items()}
             out = self.sample(hidden_RD, SamplingParams(**keys, **self.filters(batch)))
-            self.last_token[self.to_device(batch.slots_S[batch.sampled_R])] = out.token.long()
+            self.last_token[self.to_device(batch.slots_R)] = out.token.long()
             drawn = torch.stack((out.token, out.logprob.view(torch.int32), out.top1)).cpu()
         scored = self.score(hidden_TD, batch)
         scored = scored.cpu() if scored is not None else None
@@ -137,17 +137,17 @@ class ModelRunner:
 
     def score(self, hidden_TD: Tensor, batch: Batch) -> Tensor | None:
         """Logprobs of the given next tokens, of all scorings one after another; None without any."""
+        if self.tables.is_sample[batch.slots_S].all():
+            return None
         targets: list[int] = []
         rows, temperatures = [], []
         begin = 0
-        for seq, start, end, _ in batch.chunks:
+        for seq, start, end, _ in batch.step:
             if isinstance(seq, Scoring):
                 targets += seq.targets[start:end]
                 rows.append(np.arange(begin, begin + end - start))
                 temperatures.append(np.full(end - start, seq.temperature, np.float32))
             begin += end - start
-        if not rows:
-            return None
         hidden_RD = hidden_TD[self.to_device(np.concatenate(rows))]
         to = self.to_device
         return self.model.decoder.logprobs(

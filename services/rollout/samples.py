@@ -68,7 +68,7 @@ class Sample(Sequence):
     """Sampled elsewhere and given with the request."""
     stop_rule: StopRule
     logprobs: list[float] = field(default_factory=list)
-    """Of the tokens sampled since the last chunk; float32 values."""
+    """Of the tokens sampled since the last chunk; float32 values. As up to date as `token_ids`."""
     top1: list[int] = field(default_factory=list)
 
     @property

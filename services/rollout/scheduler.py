@@ -1,4 +1,4 @@
-"""Who runs in the next step: continuous batching in arrival order under a token budget. Pure Python, no tensors.
+"""Who runs in the next step: continuous batching in arrival order under a token budget. No tensors.
 
 Every step gives each running sequence, oldest first, one chunk: its next token in decode, up to `max_chunk_tokens` of
 what is not computed in prefill. Then waiting sequences are admitted in arrival order. Pages are allotted optimistically,
@@ -6,44 +6,55 @@ for the tokens that exist; when they run out the youngest running sequence is pr
 tokens and its place in the queue, and is computed again later. The oldest that runs is never preempted for another and one
 sequence of full length fits in the cache, so it always advances. Nobody overtakes a waiting sequence, except while it waits
 for the prompt pages of an older sibling.
+
+Where budget and pages suffice for everybody that runs, as they nearly always do in decode, a step is made by arithmetic over the
+slots (`slots.py`); otherwise sequence by sequence, oldest first.
+
+Legend: S sequences of a step, in ascending order of slot.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 
 from services.rollout.kv_cache import PagePool
 from services.rollout.sequence import Sequence, SequenceState
+from services.rollout.slots import NEVER, Slots, Step
 
-
-class Chunk(NamedTuple):
-    """One sequence's share of a step: its tokens [start, end)."""
-
-    seq: Sequence
-    start: int
-    end: int
-    is_last: bool
-    """Whether the sequence is computed to its end, so that its next token can be sampled."""
+Array = np.ndarray
 
 
 class Scheduler:
     """NEW -> WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
 
-    Usage: `schedule`, launch the chunks, `complete` them, append sampled tokens, `finish` what is done; repeat. Steps run in the
-    order of their launch, so the next one may be scheduled while the sampled tokens are still pending (`Sequence.num_pending`).
+    Usage: `schedule`, launch the step, `complete` it, extend the slots by what it sampled, `finish` what is done; repeat. Steps
+    run in the order of their launch, so the next one may be scheduled while the sampled tokens are pending (`Slots.pending`).
     """
 
-    def __init__(self, pages: PagePool, *, max_running: int, max_step_tokens: int, max_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        *,
+        max_running: int,
+        max_step_tokens: int,
+        max_chunk_tokens: int,
+        tokens_per_chunk: int = 32,
+    ) -> None:
+        """Args: tokens_per_chunk, of a sample's stream (`Slots`)."""
         self.pages = pages
         self.max_running, self.max_step_tokens, self.max_chunk_tokens = max_running, max_step_tokens, max_chunk_tokens
         self.waiting: list[Sequence] = []
         """Ascending arrival."""
         self.running: list[Sequence] = []
         """Ascending arrival."""
+        self.slots = Slots(max_running, tokens_per_chunk=tokens_per_chunk)
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
-        self._slots = list(reversed(range(max_running)))
+        self._changed: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -54,48 +65,106 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         insort(self.waiting, seq, key=_arrival)
 
-    def schedule(self) -> list[Chunk]:
-        """The next step's chunks: at most `max_step_tokens` tokens, at least one if there is work and nothing is pending."""
-        chunks: list[Chunk] = []
-        budget = self.max_step_tokens
+    def schedule(self) -> Step:
+        """The next step: at most `max_step_tokens` tokens, at least one if there is work and nothing is pending."""
         num_preemptions = self.num_preemptions
-        position = 0
-        page_size, most = self.pages.page_size, self.max_chunk_tokens
+        slots_S, sizes_S = self._everybody() or self._oldest_first()
+        budget = self.max_step_tokens - int(sizes_S.sum())
+        if self.waiting and budget > 0 and self.num_preemptions == num_preemptions:
+            admitted = self._admit(budget)
+            if admitted:
+                slots, sizes = zip(*admitted, strict=True)
+                slots_S, sizes_S = _sorted(np.append(slots_S, slots), np.append(sizes_S, sizes))
+        changed, self._changed = self._changed, []
+        step = self.slots.step(slots_S, sizes_S, changed)
+        assert len(step) or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
+        return step
+
+    def complete(self, step: Step) -> None:
+        """The step's keys and values are in the cache, or will be before anything launched from now on reads them."""
+        slots = self.slots
+        slots.computed[step.slots_S] = step.ends_S
+        is_full_S = np.minimum(step.ends_S, slots.known[step.slots_S]) >= slots.share_at[step.slots_S]
+        if is_full_S.any():
+            for seq in step.seqs_S[is_full_S].tolist():
+                slots.settle(seq)
+                self.pages.advance(seq, seq.num_computed)
+                self._set_share_at(seq)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, whoever runs or waits now stays where it is, and only what is added is scheduled."""
+        running, waiting = self.running, self.waiting
+        self.running, self.waiting = [], []
+        for seq in running:
+            self.slots.runs[seq.slot] = False
+        try:
+            yield
+        finally:
+            for seq in running:
+                self.slots.runs[seq.slot] = True
+            self.running = sorted([*running, *self.running], key=_arrival)
+            self.waiting = sorted([*waiting, *self.waiting], key=_arrival)
+
+    def _everybody(self) -> tuple[Array, Array] | None:
+        """(slots, sizes) of a step of everybody that runs; None, changing nothing, where budget or pages don't suffice."""
+        slots = self.slots
+        totals_N = slots.known + slots.pending
+        # Who has `limit` tokens has its end in flight.
+        slots_S = np.flatnonzero((slots.computed < totals_N) & (totals_N < slots.limits) & slots.runs)
+        totals_S = totals_N[slots_S]
+        sizes_S = np.minimum(totals_S - slots.computed[slots_S], self.max_chunk_tokens)
+        if int(sizes_S.sum()) > self.max_step_tokens:
+            return None
+        is_short_S = totals_S > slots.capacities[slots_S]
+        if is_short_S.any():
+            page_size, short, totals = self.pages.page_size, slots_S[is_short_S], totals_S[is_short_S]
+            if int((-(-totals // page_size) - slots.capacities[short] // page_size).sum()) > self.pages.num_free:
+                return None
+            for seq in sorted(slots.seqs[short].tolist(), key=_arrival):
+                grown = self._grow(seq)
+                assert grown, "pages were counted"
+        return slots_S, sizes_S
+
+    def _oldest_first(self) -> tuple[Array, Array]:
+        """(slots, sizes) of as many as budget and pages allow, oldest first."""
+        slots, budget, position = self.slots, self.max_step_tokens, 0
+        chosen: list[tuple[int, int]] = []
         # Preemption takes from the end of the list, so it never meets a sequence that already has its chunk.
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
             position += 1
-            start, end = seq.num_computed, len(seq.token_ids) + seq.num_pending
+            start, end = int(slots.computed[seq.slot]), slots.num_tokens(seq)
             if start == end or end >= seq.limit:
-                # Its end is in flight.
                 continue
-            if end > len(seq.pages) * page_size and not self._grow(seq):
+            if end > len(seq.pages) * self.pages.page_size and not self._grow_or_leave(seq):
                 break
-            size = min(end - start, most, budget)
-            chunks.append(Chunk(seq, start, start + size, start + size == end))
+            size = min(end - start, self.max_chunk_tokens, budget)
+            chosen.append((seq.slot, size))
             budget -= size
-        if self.waiting and budget > 0 and self.num_preemptions == num_preemptions:
-            self._admit(chunks, budget)
-        assert chunks or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
-        return chunks
-
-    def complete(self, chunks: list[Chunk]) -> None:
-        """The chunks' keys and values are in the cache, or will be before anything launched from now on reads it."""
-        # Most decode steps fill no page, and then there is nothing to share.
-        page_size = self.pages.page_size
-        for seq, _, end, _ in chunks:
-            seq.num_computed = end
-            if end >= (seq.num_shared_pages + 1) * page_size:
-                self.pages.advance(seq, end)
+        found = np.array(chosen, np.int64).reshape(-1, 2)
+        return _sorted(found[:, 0], found[:, 1])
 
     def _grow(self, seq: Sequence) -> bool:
-        """Pages for every token of a running sequence, taken from the youngest if need be; False if that was itself."""
-        while not self.pages.grow(seq):
+        """Pages for every token of a running sequence; False if too few are free."""
+        if not self.pages.grow(seq, self.slots.num_tokens(seq)):
+            return False
+        self.slots.capacities[seq.slot] = len(seq.pages) * self.pages.page_size
+        self._changed.append(seq)
+        return True
+
+    def _grow_or_leave(self, seq: Sequence) -> bool:
+        """As `_grow`, taking pages from the youngest if need be; False if that was itself."""
+        while not self._grow(seq):
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is seq:
                 return False
         return True
+
+    def _set_share_at(self, seq: Sequence) -> None:
+        next_full = (seq.num_shared_pages + 1) * self.pages.page_size
+        self.slots.share_at[seq.slot] = next_full if self.pages.may_share(seq) else NEVER
 
     def finish(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it is."""
@@ -120,21 +189,24 @@ class Scheduler:
             seq.page_keys = []
         for seq in self.running:
             seq.is_mixed = True
+            self._set_share_at(seq)
 
     def make_room(self, num_tokens: int) -> None:
         """Preempts the youngest until a sequence of so many tokens could run beside the others."""
         num_pages = self.pages.num_pages_for(num_tokens)
-        while self.running and not (self._slots and self.pages.num_free >= num_pages):
+        while self.running and not (self.slots.num_free and self.pages.num_free >= num_pages):
             self._preempt(self.running[-1])
 
     @property
     def _is_any_pending(self) -> bool:
-        return any(seq.num_pending for seq in (*self.running, *self.waiting))
+        return bool(self.slots.pending.any()) or any(seq.num_pending for seq in self.waiting)
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Gives places to those that wait, oldest first. Returns (slot, size) of each."""
+        admitted: list[tuple[int, int]] = []
         remaining: list[Sequence] = []
         for position, seq in enumerate(self.waiting):
-            if budget == 0 or not self._slots:
+            if budget == 0 or not self.slots.num_free:
                 remaining += self.waiting[position:]
                 break
             hits = self.pages.lookup(seq)
@@ -147,13 +219,12 @@ class Scheduler:
                 remaining += self.waiting[position:]
                 break
             self.num_prefix_hit_tokens += seq.num_computed
-            seq.state, seq.slot, seq.num_tabled_pages = SequenceState.RUNNING, self._slots.pop(), 0
-            insort(self.running, seq, key=_arrival)
-            start, end = seq.num_computed, len(seq.token_ids)
-            size = min(end - start, self.max_chunk_tokens, budget)
-            chunks.append(Chunk(seq, start, start + size, start + size == end))
+            self._enter(seq)
+            size = min(len(seq.token_ids) - seq.num_computed, self.max_chunk_tokens, budget)
+            admitted.append((seq.slot, size))
             budget -= size
         self.waiting = remaining
+        return admitted
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
@@ -161,12 +232,24 @@ class Scheduler:
         seq.state = SequenceState.WAITING
         insort(self.waiting, seq, key=_arrival)
 
+    def _enter(self, seq: Sequence) -> None:
+        seq.state, seq.num_tabled_pages = SequenceState.RUNNING, 0
+        insort(self.running, seq, key=_arrival)
+        self.slots.enter(seq)
+        self.slots.capacities[seq.slot] = len(seq.pages) * self.pages.page_size
+        self._set_share_at(seq)
+        self._changed.append(seq)
+
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.slots.leave(seq)
         self.pages.release(seq)
-        self._slots.append(seq.slot)
-        seq.slot = -1
 
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
+
+
+def _sorted(slots_S: Array, sizes_S: Array) -> tuple[Array, Array]:
+    order = np.argsort(slots_S)
+    return slots_S[order], sizes_S[order]

@@ -23,7 +23,11 @@ class SequenceState(StrEnum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Tokens, place in the queue and pages. The scheduler and the page pool alone change what is below `shares_pages`."""
+    """Tokens, place in the queue and pages. The scheduler and the page pool alone change what is below `shares_pages`.
+
+    While it has a slot, its newest tokens and the counters `num_pending` and `num_computed` are kept there (`slots.py`): what is
+    here is as of the last `Slots.settle`.
+    """
 
     arrival: int
     """Place in the queue, smallest first; kept for life, whatever preempts the sequence."""

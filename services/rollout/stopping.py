@@ -26,14 +26,19 @@ class StopRule:
 
     def __init__(self, params: SamplingParams, decode: Decode | None = None) -> None:
         self._max_tokens = params.max_tokens
-        self._stop_ids = frozenset(params.stop_token_ids)
+        self.stop_ids = frozenset(params.stop_token_ids)
         self._strings: StopStrings | None = None
         if params.stop:
             assert decode is not None
             self._strings = StopStrings(params.stop, decode)
 
+    @property
+    def has_strings(self) -> bool:
+        """Whether every token has to be shown to `check`; otherwise only one of `stop_ids` and the last can end the sample."""
+        return self._strings is not None
+
     def check(self, token_ids: list[int], num_prompt_tokens: int) -> FinishReason | None:
-        """After the last of `token_ids`; call it at every token, or once for a continuation's tokens.
+        """After the last of `token_ids`; with stop strings call it at every token, or once for a continuation's tokens.
 
         Args:
             token_ids: prompt and sampled tokens.
@@ -41,7 +46,7 @@ class StopRule:
         num_sampled = len(token_ids) - num_prompt_tokens
         if num_sampled == 0:
             return None
-        if token_ids[-1] in self._stop_ids:
+        if token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
         if self._strings is not None and self._strings.found(token_ids, num_prompt_tokens):
             return FinishReason.STOP

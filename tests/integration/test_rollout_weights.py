@@ -198,7 +198,7 @@ def test_another_run_takes_over_with_its_own_tokenizer_and_ends_what_ran(version
     assert "from run demo to other" in details
 
     def generate(**sampling):
-        request = request_of(digest, PROMPT, max_tokens=40, **sampling)
+        request = request_of(digest, PROMPT, max_tokens=140, **sampling)
         request.run = "other"
         return collect(stub.Generate(request, timeout=DEADLINE_S))["demo.0.0"]
 

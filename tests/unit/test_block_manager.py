@@ -12,7 +12,7 @@ from services.rollout import kv_cache
 from services.rollout.kv_cache import PagePool
 from services.rollout.sequence import Sequence
 
-LIGHT_MODULES = ("sequence", "kv_cache", "scheduler", "stopping", "config")
+LIGHT_MODULES = ("sequence", "kv_cache", "stopping", "config")
 
 
 def sequence(tokens, arrival=0, **kwargs):
@@ -218,7 +218,7 @@ class Pool(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.running))
         seq.token_ids.append(token)
         known = set(seq.pages)
-        if self.pool.grow(seq):
+        if self.pool.grow(seq, len(seq.token_ids)):
             for page in set(seq.pages) - known:
                 self.content.pop(page, None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +19,14 @@ def scheduler(num_pages: int = 32, *, max_running: int = 4) -> Scheduler:
 
 
 def step(made: Scheduler) -> None:
-    chunks = made.schedule()
-    made.complete(chunks)
-    for chunk in chunks:
-        if chunk.is_last:
-            chunk.seq.token_ids.append(7)
+    coming = made.schedule()
+    made.complete(coming)
+    made.slots.pending[coming.slots_S] += coming.is_last_S
+    sampled = coming.slots_S[coming.is_last_S]
+    made.slots.extend(sampled, np.full((3, len(sampled)), 7, np.int32))
+    for seq in made.running:
+        made.slots.settle(seq)
+        made.slots.watch(seq)
 
 
 @given(before=st.integers(1, 5), after=st.integers(0, 5))

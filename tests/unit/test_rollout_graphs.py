@@ -20,8 +20,8 @@ from services.rollout.graphs import (
 from services.rollout.inputs import SlotTables
 from services.rollout.memory import sized
 from services.rollout.samples import UnservableRun
-from services.rollout.scheduler import Chunk
 from services.rollout.sequence import Sequence
+from services.rollout.slots import Step
 
 
 @given(st.integers(1, 1 << 20))
@@ -103,14 +103,28 @@ def test_the_two_copies_on_the_host_are_used_in_turn():
     assert block.next_host(4) is first
 
 
+def step_of(*shares, changed=()):
+    """A step of (sequence, start, end), in ascending order of slot, each computed to its end."""
+    seqs, starts, ends = zip(*shares, strict=True)
+    return Step(
+        slots_S=np.array([s.slot for s in seqs]),
+        starts_S=np.array(starts),
+        ends_S=np.array(ends),
+        is_last_S=np.ones(len(seqs), bool),
+        is_pending_S=np.array([s.num_pending > 0 for s in seqs]),
+        seqs_S=np.array(seqs, object),
+        stints_S=np.zeros(len(seqs), np.int64),
+        changed=list(changed),
+    )
+
+
 def test_padding_belongs_to_nobody_and_is_written_nowhere():
     tables = SlotTables(num_slots=4, max_pages=8)
     block = Block(Fields(num_slots=4, num_rows=4, num_tiles=8), num_tokens=32, device=torch.device("cpu"))
     seqs = [Sequence(arrival=i, token_ids=list(range(10, 21)), slot=slot) for i, slot in enumerate((2, 0))]
     seqs[0].pages, seqs[1].pages = [5, 6, 7], [1, 2, 3]
     seqs[0].num_pending = 1
-    batch = tables.batch([Chunk(seqs[0], 11, 12, True), Chunk(seqs[1], 2, 11, True)])
-    assert [c.seq.slot for c in batch.chunks] == [0, 2], "in the order of their slots"
+    batch = tables.batch(step_of((seqs[1], 2, 11), (seqs[0], 11, 12), changed=seqs))
     host = block.next_host(16)
     fill(host, batch, tables, Shape(16, 4, 0, 1, 1024, 6), page_size=4, tile_queries=4)
     assert host["ids"].tolist() == [*range(12, 21), -1 - 2, *[0] * 6]
@@ -121,7 +135,7 @@ def test_padding_belongs_to_nobody_and_is_written_nowhere():
     assert host["ones"].tolist() == [2, 4, 4, 4]
     assert host["tile_seqs"].tolist() == [0, 0, 0, 4, 4, 4, 4, 4]
     assert host["tile_firsts"].tolist()[:3] == [8, 4, 0], "the longest walk first"
-    clear(host, 4)
+    clear(host, tables)
     assert host["kv_slots"].tolist() == [-1] * 16
     assert not np.any(host["contexts"])
 
@@ -129,9 +143,9 @@ def test_padding_belongs_to_nobody_and_is_written_nowhere():
 def test_new_pages_of_a_long_context_are_sent_and_nothing_else_of_it():
     tables = SlotTables(num_slots=2, max_pages=8192)
     seq = Sequence(arrival=0, token_ids=[1] * 131071, slot=1, pages=list(range(8192)))
-    at, pages = tables.batch([Chunk(seq, 131000, 131071, True)]).new_pages
+    at, pages = tables.batch(step_of((seq, 131000, 131071), changed=[seq])).new_pages
     assert (len(at), at[0], pages[-1]) == (8192, 8192, 8191)
-    assert len(tables.batch([Chunk(seq, 131071, 131072, True)]).new_pages[0]) == 0
+    assert len(tables.batch(step_of((seq, 131071, 131072))).new_pages[0]) == 0
 
 
 def test_a_measured_cache_has_whole_pages_and_holds_a_sequence_or_says_what_to_do():

@@ -1,5 +1,6 @@
 """The scheduler, driven by a fake model: budgets, order, preemption, sharing, and the end of every sequence."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,14 +22,39 @@ def add(scheduler, arrival, tokens):
 
 def step(scheduler, *, lengths=None):
     """One step of a fake model that samples token 1000 + arrival; sequences end at `lengths`. Returns the chunks."""
-    chunks = scheduler.schedule()
-    scheduler.complete(chunks)
-    for chunk in chunks:
-        if chunk.is_last:
-            chunk.seq.token_ids.append(1000 + chunk.seq.arrival)
-            if lengths is not None and len(chunk.seq.token_ids) >= lengths[chunk.seq.arrival]:
-                scheduler.finish(chunk.seq)
+    chunks = launch(scheduler)
+    ends = () if lengths is None else {c.seq.arrival for c in chunks if c.end + 1 >= lengths[c.seq.arrival]}
+    read(scheduler, chunks, ends=ends)
     return chunks
+
+
+def launch(scheduler):
+    """Schedules a step and leaves what it samples pending. Returns its chunks."""
+    coming = scheduler.schedule()
+    scheduler.complete(coming)
+    scheduler.slots.pending[coming.slots_S[coming.is_last_S]] += 1
+    return list(coming)
+
+
+def read(scheduler, chunks, *, ends=()):
+    """The results of a launched step arrive; sequences named in `ends` end with them."""
+    for seq in (c.seq for c in chunks if c.is_last):
+        if seq.slot >= 0:
+            token = np.full((3, 1), 1000 + seq.arrival, np.int32)
+            scheduler.slots.extend(np.array([seq.slot]), token)
+            scheduler.slots.settle(seq)
+            scheduler.slots.watch(seq)
+        else:
+            seq.num_pending -= 1
+            if seq.state.is_open:
+                seq.token_ids.append(1000 + seq.arrival)
+        if seq.arrival in ends and seq.state.is_open:
+            scheduler.finish(seq)
+
+
+def settled(scheduler, seq):
+    scheduler.slots.settle(seq)
+    return seq
 
 
 def test_prefill_is_cut_into_chunks_and_mixed_with_decode_under_the_budget():
@@ -63,7 +89,7 @@ def test_a_long_shared_prompt_is_computed_once_even_in_chunks():
     scheduler = scheduler_of(page_size=4, max_chunk_tokens=4)
     group = [add(scheduler, i, range(17)) for i in range(3)]
     computed = 0
-    while any(s.num_computed < 17 for s in group):
+    while any(settled(scheduler, s).num_computed < 17 for s in group):
         computed += sum(c.end - c.start for c in step(scheduler))
     assert computed == 17 + 2, "and one token for each sibling; decode of the first starts later"
 
@@ -118,7 +144,7 @@ def test_finishing_a_waiting_sequence_takes_it_out_of_line():
     assert scheduler.waiting == []
     scheduler.finish(first)
     assert not scheduler.has_work
-    assert scheduler.schedule() == []
+    assert not list(scheduler.schedule())
 
 
 @st.composite
@@ -151,12 +177,14 @@ def test_every_sequence_ends_within_the_budgets_and_no_page_is_lost(workload, da
             seqs.append(add(scheduler, arrival, prompt[: max_len - 1] or [0]))
             lengths[arrival] = max(lengths[arrival], len(seqs[-1].token_ids) + 1)
         oldest = min((s for s in seqs if s.state is not SequenceState.FINISHED), key=lambda s: s.arrival)
+        settled(scheduler, oldest)
         before = (len(oldest.token_ids), oldest.num_computed, oldest.state)
         chunks = step(scheduler, lengths=lengths)
         num_steps += 1
         assert sum(c.end - c.start for c in chunks) <= scheduler.max_step_tokens
         assert all(0 < c.end - c.start <= scheduler.max_chunk_tokens for c in chunks)
         assert len(chunks) == len({id(c.seq) for c in chunks}) <= scheduler.max_running
+        settled(scheduler, oldest)
         if (len(oldest.token_ids), oldest.num_computed, oldest.state) == before:
             # It waited for a sibling's pages, and whoever came in meanwhile holds too many: they are fewer with every step.
             assert oldest.state is SequenceState.WAITING
@@ -200,26 +228,6 @@ def test_with_room_for_all_a_group_computes_its_prompts_full_pages_once(
     assert scheduler.num_preemptions == 0
 
 
-def launch(scheduler):
-    """Schedules a step and leaves what it samples pending. Returns its chunks."""
-    chunks = scheduler.schedule()
-    scheduler.complete(chunks)
-    for chunk in chunks:
-        chunk.seq.num_pending += chunk.is_last
-    return chunks
-
-
-def read(scheduler, chunks, *, ends=()):
-    """The results of a launched step arrive; sequences named in `ends` end with them."""
-    for chunk in chunks:
-        if chunk.is_last:
-            chunk.seq.num_pending -= 1
-            if chunk.seq.state.is_open:
-                chunk.seq.token_ids.append(1000 + chunk.seq.arrival)
-                if chunk.seq.arrival in ends:
-                    scheduler.finish(chunk.seq)
-
-
 def test_the_next_step_is_scheduled_while_the_token_of_the_last_is_pending():
     scheduler = scheduler_of()
     seq = add(scheduler, 0, range(5))
@@ -238,7 +246,7 @@ def test_a_page_that_ends_with_a_pending_token_is_shared_once_the_token_is_known
     seq = add(scheduler, 0, range(7))
     flights = [launch(scheduler)]
     flights.append(launch(scheduler))
-    assert (seq.num_computed, scheduler.pages.num_cached) == (8, 1)
+    assert (settled(scheduler, seq).num_computed, scheduler.pages.num_cached) == (8, 1)
     read(scheduler, flights[0])
     flights.append(launch(scheduler))
     assert scheduler.pages.num_cached == 2
