@@ -38,13 +38,18 @@ class Fields:
             ("tile_seqs", "int32", num_tiles),
             ("tile_firsts", "int32", num_tiles),
         ]
+        self._fixed_bytes = self.placed(0)[1]
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Of all fields; `placed` says so too, but this is asked at every step."""
+        return self._fixed_bytes + 3 * _aligned(8 * num_tokens)
 
     def placed(self, num_tokens: int) -> tuple[list[tuple[str, str, int, int]], int]:
         """(name, dtype, length, first byte) of every field, and the bytes of all."""
         fields, begin = [], 0
         for name, dtype, length in (*self.fixed, *((n, "int64", num_tokens) for n in ("ids", "positions", "kv_slots"))):
             fields.append((name, dtype, length, begin))
-            begin += -(-length * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+            begin += _aligned(length * np.dtype(dtype).itemsize)
         return fields, begin
 
 
@@ -76,7 +81,7 @@ class Block:
     def __init__(self, fields: Fields, *, num_tokens: int, device: torch.device) -> None:
         """Args: num_tokens, of the largest step."""
         self.fields, self.num_tokens = fields, num_tokens
-        num_bytes = fields.placed(num_tokens)[1]
+        num_bytes = fields.num_bytes(num_tokens)
         is_gpu = device.type == "cuda"
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
@@ -104,7 +109,7 @@ class Block:
 
     def send(self) -> None:
         """Copies what `next_host` gave last to the device, in the current stream."""
-        num_bytes = self.fields.placed(self._sent)[1]
+        num_bytes = self.fields.num_bytes(self._sent)
         self._device[:num_bytes].copy_(self._hosts[self._turn][:num_bytes], non_blocking=True)
 
     def device(self, num_tokens: int) -> Views:
@@ -210,3 +215,7 @@ def clear(host: Views, tables: SlotTables) -> None:
     for name in ("slots", "ones", "longs", "tile_seqs"):
         host[name][:] = tables.num_slots
     host["page_at"][:], host["page_ids"][:] = tables.num_slots * tables.max_pages, 0
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -92,7 +92,9 @@ def test_fields_are_aligned_and_what_a_step_fills_in_arrives():
         assert list(device) == list(host)
         for i, (name, tensor) in enumerate(device.items()):
             assert tensor.tolist() == [i] * len(tensor), name
-        assert all(begin % ALIGNMENT == 0 for _, _, _, begin in block.fields.placed(size)[0])
+        fields, num_bytes = block.fields.placed(size)
+        assert all(begin % ALIGNMENT == 0 for _, _, _, begin in fields)
+        assert block.fields.num_bytes(size) == num_bytes
 
 
 def test_the_two_copies_on_the_host_are_used_in_turn():
