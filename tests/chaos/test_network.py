@@ -51,7 +51,8 @@ def test_a_lost_acknowledgement_of_a_publish(rig: Chaos, undisturbed: str) -> No
 
 @pytest.mark.slow
 def test_streams_of_tokens_that_break_off_are_continued(rig: Chaos, undisturbed: str) -> None:
-    cuts = [rig.front.once(answers("Generate"), lambda frame: CUT, skip=skip) for skip in (2, 8, 14)]
+    # Few, and early: with every cut more of the samples go to the replica that no proxy stands before.
+    cuts = [rig.front.once(answers("Generate"), lambda frame: CUT, skip=skip) for skip in (1, 3)]
     assert rig.run("broken-streams").digest == undisturbed
     assert all(cut.happened.is_set() for cut in cuts)
 
