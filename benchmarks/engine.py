@@ -191,8 +191,8 @@ def records(workload: Workload, passes: dict[Mode, list[Pass]], limits: dict[str
         yield record(
             "exact", "exact_to_fast", exact / fast, "", baseline=baseline, ratio=exact / fast / workload.least_ratio
         )
-    for mode, found in passes.items():
-        yield from split(mode, found, record)
+    for mode, timed_passes in passes.items():
+        yield from split(mode, timed_passes, record)
 
 
 def split(mode: str, found: list[Pass], record: object) -> Iterator[Record]:

@@ -22,42 +22,6 @@ from rich.table import Table
 from shared.kernels.machine import cpu_model
 
 
-@dataclass
-class Record:
-    """One measured number. `ratio` above 1 means that ours is better than `baseline`."""
-
-    bench: str
-    case: str
-    params: dict[str, Any]
-    mode: str
-    metric: str
-    value: float
-    unit: str
-    baseline: str | None = None
-    ratio: float | None = None
-    spread: list[float] | None = None
-    """[25th, 75th] percentile in the unit of `value`."""
-    machine: str = field(default_factory=lambda: machine())
-    versions: dict[str, str] = field(default_factory=lambda: versions())
-    commit: str = field(default_factory=lambda: commit())
-
-
-def gradient_errors(
-    case: str,
-    gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    params: Mapping[str, Any] | None = None,
-) -> Iterator[Record]:
-    """The error of each of our gradients against float64, over that of plain PyTorch in bfloat16: at most 1.
-
-    Args:
-        gradients: name -> (float64's, plain bfloat16's, ours), each in float64.
-    """
-    for name, (exact, plain, ours) in gradients.items():
-        ratio = float((ours - exact).norm() / (plain - exact).norm())
-        found = {**(params or {}), "gradient": name}
-        yield Record("kernels", case, found, "exact", "gradient_error_ratio", ratio, "", "torch bf16")
-
-
 def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -74,9 +38,46 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def commit() -> str:
+def tree() -> str:
+    """The commit checked out, and whether anything differs from it."""
     done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+@dataclass
+class Record:
+    """One measured number. `ratio` above 1 means that ours is better than `baseline`."""
+
+    bench: str
+    case: str
+    params: dict[str, Any]
+    mode: str
+    metric: str
+    value: float
+    unit: str
+    baseline: str | None = None
+    ratio: float | None = None
+    spread: list[float] | None = None
+    """[25th, 75th] percentile in the unit of `value`."""
+    machine: str = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=tree)
+
+
+def gradient_errors(
+    case: str,
+    gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    params: Mapping[str, Any] | None = None,
+) -> Iterator[Record]:
+    """The error of each of our gradients against float64, over that of plain PyTorch in bfloat16: at most 1.
+
+    Args:
+        gradients: name -> (float64's, plain bfloat16's, ours), each in float64.
+    """
+    for name, (exact, plain, ours) in gradients.items():
+        ratio = float((ours - exact).norm() / (plain - exact).norm())
+        found = {**(params or {}), "gradient": name}
+        yield Record("kernels", case, found, "exact", "gradient_error_ratio", ratio, "", "torch bf16")
 
 
 @dataclass(frozen=True)

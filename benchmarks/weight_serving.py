@@ -64,7 +64,7 @@ class Setting:
 
 
 def setting_of(*, device: str, is_tiny: bool) -> Setting:
-    words = ("max_step_tokens=8192", f"device={device}")
+    words: tuple[str, ...] = ("max_step_tokens=8192", f"device={device}")
     if is_tiny:
         rope = Rope(head_dim=8)
         model = ModelConfig(family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,

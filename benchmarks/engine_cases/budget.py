@@ -100,7 +100,9 @@ def measure(engine: OfflineEngine, workload: Workload, weights: Weights) -> Iter
     found = whole(engine, workload, context) | parts(workload, weights, engine.ops, context)
     for name, ms in found.items():
         target = TARGETS_MS.get(name) if engine.ops.device.type == "cuda" else None
-        against = {} if target is None else {"baseline": f"target {target} ms", "ratio": target / max(ms, 1e-9)}
+        against: dict[str, Any] = (
+            {} if target is None else {"baseline": f"target {target} ms", "ratio": target / max(ms, 1e-9)}
+        )
         yield record(f"{name}_ms", ms, "ms", **against)
     rest = found["device"] - sum(found[n] for n in ("gemms", "attention", "small", "head", "sampling"))
     yield record("rest_ms", rest, "ms")

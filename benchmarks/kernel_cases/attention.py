@@ -141,8 +141,8 @@ def gradient_checks() -> Iterator[Record]:
             run(*leaves).backward(grad.to(dtype))
             return [x.grad.double() for x in leaves]  # type: ignore[union-attr]
 
-        exact = gradients(lambda *x: dense(*x, scale), torch.float64)
-        plain = gradients(lambda *x: dense(*x, scale), torch.bfloat16)
+        exact = gradients(partial(dense, scale=scale), torch.float64)
+        plain = gradients(partial(dense, scale=scale), torch.bfloat16)
         packing = pack([tokens], heads // kv_heads, DEVICE)
         ours = gradients(lambda *x: PackedAttention.apply(*x, packing, scale, 0, 0.0), torch.bfloat16)
         found = dict(zip(("dq", "dk", "dv"), zip(exact, plain, ours, strict=True), strict=True))
@@ -254,7 +254,7 @@ def peer_times(
 ) -> Iterator[tuple[str, Timing, Timing]]:
     """(name, forward, backward) of torch's backends on the same batch."""
     heads, dim = q.shape[1:]
-    peers = [
+    peer_q, peer_k, peer_v = peers = [
         x.detach()
         .view(batch, -1, x.shape[1], dim)
         .transpose(1, 2)
@@ -265,7 +265,7 @@ def peer_times(
     peer_grad = grad.view(batch, -1, heads, dim).transpose(1, 2)
     for backend, name in ((SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")):
         with sdpa_kernel(backend):
-            attend = lambda: torch.nn.functional.scaled_dot_product_attention(*peers, is_causal=True)  # noqa: E731
+            attend = partial(torch.nn.functional.scaled_dot_product_attention, peer_q, peer_k, peer_v, is_causal=True)
             forward = cuda_time(attend, rep_ms=40)
             result = attend()
             backward = cuda_time(lambda: torch.autograd.grad(result, peers, peer_grad, retain_graph=True))
