@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from services.trainer.correction import importance_weights
 from services.trainer.filters import accept, keep_tokens
 from services.trainer.loss import policy_loss
 from shared.wire.algorithm import AlgorithmConfig, Filter
+from timzero.report import svg
 
 TARGET = Path(__file__).with_name("plots")
 WIDTHS = (7.0, 6.0, 5.0, 4.0, 3.0, 2.2, 1.4)
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f7f7f", "#e69f00", "#56b4e9")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 340, 56, 260, 34, 44
+_text = partial(svg.text, color="#222")
+_line = partial(svg.line, color="#ddd")
 DELTA = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)
 
 Series = Sequence[tuple[str, Tensor]]
@@ -84,17 +88,7 @@ def _svg(parts: list[str], legend: list[str]) -> str:
         y = TOP + 14 + 22 * index
         parts.append(_path([(WIDTH - RIGHT + 12, y - 4), (WIDTH - RIGHT + 36, y - 4)], color, 3))
         parts.append(_text(WIDTH - RIGHT + 42, y, name))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
-    text = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="#222">{text}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#ddd"/>'
+    return svg.document(WIDTH, HEIGHT, parts)
 
 
 def _path(points: list[tuple[float, float]], color: str, width: float, jump: float = math.inf) -> str:

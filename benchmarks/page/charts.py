@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from timzero.report import svg
 from timzero.report.style import AMBER, BLUE, GREY, GRID, INK, MUTED, TEAL, VIOLET
 
 WIDTH, LEFT, RIGHT, TITLE = 800, 150, 70, 28
@@ -144,15 +146,8 @@ def _legend(colors: Mapping[str, str]) -> list[str]:
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" font-size="12">'
-    head += f'\n<rect width="100%" height="100%" fill="white"/>\n{_text(20, 18, title, size=14)}'
-    return "\n".join([head, *parts, "</svg>", ""])
+    return svg.document(WIDTH, height, [_text(20, 18, title, size=14), *parts])
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", *, size: int = 12, color: str = INK) -> str:
-    text = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}">{text}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{GRID}"/>'
+_text = partial(svg.text, color=INK)
+_line = partial(svg.line, color=GRID)
