@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.architectures import QWEN3_1_7B, SMOLLM2_135M, TINY
 from benchmarks.engine_cases.arms import Arms, Finding, Plan
 from benchmarks.engine_cases.drive import Weights
-from benchmarks.harness import Record, Recorder, machine
+from benchmarks.harness import Record, Recorder, machine, verdict
 from services.rollout.weights import DTYPES
 from shared.kernels import build_ops
 from shared.models import load_model, named_weights
@@ -127,10 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 begin = time.monotonic()
         recorder.save()
     show({name: [*arms[name], *controls[name]] for name in arms})
-    bad = problems(arms, controls, is_proof=not args.tiny)
-    for problem in bad:
-        print(f"error: {problem}")
-    return 1 if bad else 0
+    return verdict(problems(arms, controls, is_proof=not args.tiny))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import gc
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.engine_cases import budget
 from benchmarks.engine_cases.drive import Gate, Pass, Weights, build, gate, timed
 from benchmarks.engine_cases.workloads import SMALL_WORKLOADS, WORKLOADS, Workload
-from benchmarks.harness import Record, Recorder, ceilings, report
+from benchmarks.harness import Record, Recorder, attempt, ceilings, report
 from shared.kernels import Mode
 
 MODES: tuple[Mode, ...] = ("exact", "fast")
@@ -225,12 +225,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with Progress(*columns, console=Console(soft_wrap=True)) as progress:
         bench = Bench(chosen, limits, recorder, progress)
         for workload in chosen.workloads:
-            try:
-                is_well &= bench.run(workload)
-            except Exception:
-                # what other workloads show is still worth the device's time
-                progress.console.print(traceback.format_exc(), markup=False)
-                is_well = False
+            is_well &= attempt(partial(bench.run, workload))
             recorder.save()
     report(recorder.records)
     return 0 if is_well else 1

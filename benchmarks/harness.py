@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -178,6 +179,28 @@ class Recorder:
     def save(self) -> None:
         self._saved = time.monotonic()
         save(self.records, self._out)
+
+
+def quarters(values: Sequence[float]) -> list[float]:
+    """[25th, 75th] percentile, of a single value that value twice."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return [round(low, 6), round(high, 6)]
+
+
+def attempt(run: Callable[[], bool | None]) -> bool:
+    """Whether a run ended well: it neither returned False nor raised. What others find is still worth the device's time."""
+    try:
+        return run() is not False
+    except Exception:
+        traceback.print_exc()
+        return False
+
+
+def verdict(problems: Sequence[str]) -> int:
+    """Prints the problems. Returns the exit code."""
+    for problem in problems:
+        print(f"error: {problem}")
+    return 1 if problems else 0
 
 
 def parser(description: str) -> argparse.ArgumentParser:

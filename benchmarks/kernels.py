@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from benchmarks.harness import Record, Recorder, ceilings, parser, report
+from benchmarks.harness import Record, Recorder, attempt, ceilings, parser, report
 from benchmarks.kernel_cases import attention, gemm, grouped, head, rowwise
 
 SECTIONS = {"attention": attention, "logprob": head, "rowwise": rowwise, "grouped": grouped, "gemm": gemm}
@@ -76,13 +76,32 @@ def run_section(name: str, section: Section, limits: dict[str, float], recorder:
     if red:
         return False
     timed = take(f"{name} time", lambda: section.time(limits), recorder)
-    for metric in sorted({r.metric for r in timed if r.ratio}):
-        ratios = [r.ratio for r in timed if r.ratio and r.metric == metric]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(
-            f"{name}: {metric}: geometric mean of {len(ratios)} ratios {mean:.3f}, lowest {min(ratios):.3f}", flush=True
-        )
+    for summary in take(f"{name} summary", lambda: summaries(timed), recorder):
+        of, cases, lowest = (summary.params[key] for key in ("of", "cases", "lowest"))
+        print(f"{name}: {of}: geometric mean of {cases} ratios {summary.value:.3f}, lowest {lowest[0]}", flush=True)
     return True
+
+
+def summaries(timed: Sequence[Record]) -> Iterator[Record]:
+    """The geometric mean of the ratios of each metric, and its ten slowest cases in words."""
+    for metric in sorted({r.metric for r in timed if r.ratio}):
+        found = sorted(((r.ratio, r) for r in timed if r.ratio and r.metric == metric), key=lambda pair: pair[0])
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
+        lowest = [f"{ratio:.3f} {_words(r.params)}" for ratio, r in found[:10]]
+        params = {"of": metric, "cases": len(found), "lowest": lowest}
+        yield Record(
+            "kernels", "summary", params, found[0][1].mode, "geometric_mean_ratio", mean, "", found[0][1].baseline
+        )
+
+
+def _words(params: Mapping[str, object]) -> str:
+    """What tells a product apart, or all there is of another case."""
+    named = [name for name in ("model", "part", "m", "member") if name in params]
+    return (
+        " ".join(str(params[name]) for name in named)
+        if "m" in params
+        else " ".join(f"{k}={v}" for k, v in params.items())
+    )
 
 
 def main() -> int:
@@ -102,12 +121,7 @@ def main() -> int:
     is_well = True
     for name, models in sections.items():
         section: Section = SECTIONS[name] if name != "gemm" else gemm.Products(models, args.seconds)
-        try:
-            is_well &= run_section(name, section, limits, recorder)
-        except Exception:
-            # what other sections find is still worth the device's time
-            traceback.print_exc()
-            is_well = False
+        is_well &= attempt(partial(run_section, name, section, limits, recorder))
     report(recorder.records)
     return 0 if is_well else 1
 

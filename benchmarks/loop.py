@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Record, Recorder, machine, report
+from benchmarks.harness import Record, Recorder, machine, quarters, report, verdict
 from benchmarks.timeline import Scraper, Series, Span, split, windows
 from shared.wire.ports import HeldPort
 from timzero import model
@@ -133,11 +133,8 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
     params = settings(job) | unshared(job, len(found))
 
     def record(metric: str, values: list[float], unit: str, **more: Any) -> Record:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        spread = [round(low, 6), round(high, 6)]
-        return Record(
-            "loop", "step", params, job.run.numerics, metric, statistics.median(values), unit, spread=spread, **more
-        )
+        value, spread = statistics.median(values), quarters(values)
+        return Record("loop", "step", params, job.run.numerics, metric, value, unit, spread=spread, **more)
 
     lengths = [window[1] - window[0] for window, _, _ in found]
     yield record("step_s", lengths, "s")
@@ -197,9 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
         compare(recorder.records, args.against)
     recorder.save()
     report(recorder.records)
-    for problem in outcome.problems:
-        print(f"error: {problem}")
-    return 1 if outcome.problems else 0
+    return verdict(outcome.problems)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import loop
-from benchmarks.harness import Record, Recorder, machine, report
+from benchmarks.harness import Record, Recorder, machine, quarters, report, verdict
 from benchmarks.timeline import Series, split, windows
 from timzero.display import TerminalDisplay
 from timzero.job import Job
@@ -71,9 +71,8 @@ def records(
     params = loop.settings(job) | {"lag": job.run.oldest_lag, "steps": len(steps)}
 
     def record(metric: str, values: Sequence[float], unit: str) -> Record:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-        spread = [round(low, 6), round(high, 6)]
-        return Record("overlap", name, params, job.run.numerics, metric, statistics.median(values), unit, spread=spread)
+        value, spread = statistics.median(values), quarters(values)
+        return Record("overlap", name, params, job.run.numerics, metric, value, unit, spread=spread)
 
     step = record("step_s", [p.step for p in steps], "s")
     if baseline_s is not None:
@@ -119,9 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
         problems += [f"{name}: {problem}" for problem in outcome.problems]
         recorder.save()
     report(recorder.records)
-    for problem in problems:
-        print(f"error: {problem}")
-    return 1 if problems else 0
+    return verdict(problems)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from benchmarks.architectures import QWEN3_1_7B
-from benchmarks.harness import Record, Recorder, report
+from benchmarks.harness import Record, Recorder, attempt, report
 from benchmarks.trainer_cases.clock import Measured, collect, measure
 from benchmarks.trainer_cases.ours import Trainer, check, exact_ops
 from benchmarks.trainer_cases.parts import split
@@ -193,12 +192,7 @@ def run_sections(bench: Bench, names: Sequence[str], limit_s: float) -> bool:
             print(f"{name}: left out, {limit_s:.0f} s are over", flush=True)
             continue
         started = time.monotonic()
-        try:
-            sections[name]()
-        except Exception:
-            # What other sections find is still worth the device's time.
-            traceback.print_exc()
-            is_well = False
+        is_well &= attempt(sections[name])
         bench.recorder.save()
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
     return is_well

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import loop
 from benchmarks.architectures import QWEN3_1_7B
-from benchmarks.harness import Record, Recorder, report
+from benchmarks.harness import Record, Recorder, report, verdict
 from benchmarks.trainer_cases.shapes import tiny
 from benchmarks.two_gpu_part import NUM_SEQUENCES
 from benchmarks.weight_serving import serving
@@ -152,9 +152,7 @@ def main(words: Sequence[str] | None = None) -> int:
             failures.append(f"{name}: {error}")
     recorder.save()
     report(recorder.records)
-    for failure in failures:
-        print(f"error: {failure}")
-    return 1 if failures else 0
+    return verdict(failures)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import grpc
 import numpy as np
 import torch
 
+from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.harness import Record
 from services.rollout.offline import random_weights
 from services.rollout.weights import Numerics, ServedRun, certified
@@ -73,12 +74,8 @@ def setting_of(*, device: str, is_tiny: bool) -> Setting:
         words = (*words, "kv_cache_tokens=4096", "max_running=16")
         return Setting("tiny", model, torch.float32, 2, 4, 16, 200, 0.2, words)
     if device.startswith("cuda"):
-        rope = Rope(head_dim=128, theta=1e6)
-        model = ModelConfig(family="qwen3", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28,
-                            num_heads=16, num_kv_heads=8, head_dim=128, max_position_embeddings=4096, rope=rope,
-                            tie_word_embeddings=True, qk_norm=True, eos_token_ids=())  # fmt: skip
         words = (*words, "kv_cache_tokens=524288", "max_running=256", "page_size=64")
-        return Setting("1.7b", model, torch.bfloat16, 32, 8, 256, 1600, 3.0, words)
+        return Setting("1.7b", QWEN3_1_7B, torch.bfloat16, 32, 8, 256, 1600, 3.0, words)
     model = load_config(get("smollm2-135m-instruct"))
     words = (*words, "kv_cache_tokens=32768", "max_running=32")
     return Setting("smollm2-135m", model, torch.bfloat16, 4, 4, 64, 900, 5.0, words)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
@@ -71,10 +69,6 @@ def cases(models: Sequence[str]) -> list[Case]:
     return found + [Case(m, "lm_head", *HEADS[m], torch.float32) for m in models if m in HEADS]
 
 
-def _words(params: dict[str, Any]) -> str:
-    return " ".join(str(params[name]) for name in ("model", "part", "m", "member") if name in params)
-
-
 def not_run(part: str, params: dict[str, Any]) -> Record:
     """What the budget left no time for."""
     return Record("kernels", part, params, "exact", "not_run", 1, "")
@@ -87,7 +81,6 @@ class Products:
         """Args: models, keys of MODELS, none: all of them; seconds for checks and times together, None for no limit."""
         self._cases, self._budget = cases(models or list(MODELS)), Budget(seconds)
         self._check_budget = Budget(None if seconds is None else CHECK_SHARE * seconds)
-        self._ratios: defaultdict[str, list[tuple[float, dict[str, Any]]]] = defaultdict(list)
 
     def check(self) -> Iterator[Record]:
         """What the table has certified, here or before on this device; and the dispatch itself, awkward counts included."""
@@ -113,8 +106,7 @@ class Products:
                 if self._budget.is_spent:
                     yield not_run("weight_gradient" if "gradient" in params else "linear", params)
                 else:
-                    yield from self._noted(measure())
-        yield from self._summary()
+                    yield from measure()
 
     def _forward(
         self, limits: dict[str, float], case: Case
@@ -133,19 +125,6 @@ class Products:
         for m in GRADIENT_ROWS:
             params = case.params | {"m": m, "gradient": "weight"}
             yield params, partial(weight_gradient, params)
-
-    def _noted(self, records: Iterator[Record]) -> Iterator[Record]:
-        for record in records:
-            if record.mode == "exact" and record.ratio is not None:
-                self._ratios[record.metric].append((record.ratio, record.params))
-            yield record
-
-    def _summary(self) -> Iterator[Record]:
-        for metric, found in self._ratios.items():
-            mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
-            lowest = [f"{ratio:.3f} {_words(params)}" for ratio, params in sorted(found, key=lambda x: x[0])[:10]]
-            params = {"of": metric, "cases": len(found), "lowest": lowest}
-            yield Record("kernels", "summary", params, "exact", "geometric_mean_ratio", mean, "", "cublas")
 
 
 def dispatched(case: Case) -> Record:

@@ -4,13 +4,14 @@ import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.harness import Budget
+from benchmarks.harness import Budget, Recorder
 from benchmarks.kernel_cases import gemm as gemm_cases
 from shared.kernels import certify as certifying
 from shared.kernels.certify import (
@@ -174,13 +175,14 @@ def test_what_the_budget_leaves_no_time_for_is_recorded() -> None:
 
 
 def test_a_summary_names_the_mean_and_the_lowest() -> None:
-    section = gemm_cases.Products(["Qwen3-8B"])
     records = [
         gemm_cases.Record("kernels", "linear", {"m": m}, "exact", gemm_cases.MANY, 1.0, "us", "cublas", ratio)
         for m, ratio in ((32, 0.5), (64, 2.0))
     ]
-    assert list(section._noted(iter(records))) == records
-    (summary,) = section._summary()
+    section, recorder = SimpleNamespace(check=list, time=lambda limits: records), Recorder(None)
+    assert kernels.run_section("gemm", section, {}, recorder)
+    assert recorder.records[:2] == records
+    (summary,) = recorder.records[2:]
     assert summary.value == pytest.approx(1.0)
     assert summary.params["lowest"] == ["0.500 32", "2.000 64"]
 
