@@ -33,13 +33,6 @@ from tests.integration.wire_testing import (
 pytest_plugins = ("tests.integration.valkey_fixtures",)
 
 
-@pytest.fixture
-def queue(url):
-    queue = TrainQueue.connect(url)
-    yield queue
-    queue.close()
-
-
 def with_store(url, act):
     """Runs `act(store)` as the gateway would, from the outside of the trainer's thread."""
 

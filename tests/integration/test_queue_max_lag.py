@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from shared.wire.lifecycle import Lifecycle
-from shared.wire.queue import TrainQueue, unusable
+from shared.wire.queue import unusable
 from shared.wire.run import RunConfig
 from shared.wire.types import DropReason, Group, Kv, Span, SpanKind, Trajectory
 from tests.deadline import DEADLINE_S
@@ -65,13 +63,6 @@ def test_another_engines_tokens_are_of_no_version_but_grow_stale_too():
     assert unusable(CONFIG, foreign, ("d2",)) is None
     old = replace(theirs, spans=(replace(theirs.spans[1], policy_step=0, kv=Kv.MIXED),))
     assert unusable(CONFIG, replace(foreign, trajectories=(old,)), ("d2",)) is DropReason.STALE
-
-
-@pytest.fixture
-def queue(url):
-    queue = TrainQueue.connect(url)
-    yield queue
-    queue.close()
 
 
 def test_dropped_groups_are_counted_their_batch_is_complete_without_them_and_no_checkpoint_trains_them(url, queue):
