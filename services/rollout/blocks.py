@@ -147,9 +147,7 @@ def fill(host: Views, batch: Batch, tables: SlotTables, shape: Shape, page_size:
     batch.write_ids(host["ids"][:num_tokens])
     positions, slots_T = batch.positions_T, slots.repeat(q_lens)
     host["positions"][:num_tokens] = positions
-    host["kv_slots"][:num_tokens] = (
-        tables.pages[slots_T, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    )
+    host["kv_slots"][:num_tokens] = tables.kv_slots(slots_T, positions, page_size)
     host["rows"][:num_rows] = batch.rows_R
     host["slots"][:num_rows] = batch.slots_R
     write_pages(host, batch, tables)
@@ -179,9 +177,7 @@ def refill(host: Views, batch: Batch, tables: SlotTables, page_size: int) -> Non
     """Writes a decode step into a block that holds an earlier one of the same sequences."""
     slots, starts, num_rows = batch.slots_S, batch.step.starts_S, batch.num_tokens
     host["positions"][:num_rows] = starts
-    host["kv_slots"][:num_rows] = (
-        tables.pages[slots, starts // page_size].astype(np.int64) * page_size + starts % page_size
-    )
+    host["kv_slots"][:num_rows] = tables.kv_slots(slots, starts, page_size)
     host["position"][:num_rows] = tables.positions(batch)
     host["contexts"][slots] = batch.ends_S
     write_pages(host, batch, tables)

@@ -113,6 +113,11 @@ class SlotTables:
             new_pages=(np.concatenate(at) if at else np.zeros(0, np.int64), np.array(pages, np.int32)),
         )
 
+    def kv_slots(self, slots_T: Array, positions_T: Array, page_size: int) -> Array:
+        """[T]: row of the cache for a token at a position of a slot's sequence."""
+        pages_T = self.pages[slots_T, positions_T // page_size].astype(np.int64)
+        return pages_T * page_size + positions_T % page_size
+
     def sampling(self, batch: Batch) -> dict[str, Array]:
         """The fields of SamplingParams, by sampled row. A token's index counts sampled tokens: the prompt number stands for the
         prompt."""

@@ -187,16 +187,15 @@ class PagedRunner(ModelRunner):
 
     def _draw(self, batch: Batch) -> Tensor:
         """[3, R] int32: tokens, bits of logprobs and top-1 ids of the rows in `_hidden_RD`."""
-        num_rows = len(batch.samples)
-        if self.tables.filters(batch):
-            return self._draw_rows(num_rows, batch)
+        num_rows, filters = len(batch.samples), self.filters(batch)
+        if filters:
+            return self._draw_rows(num_rows, filters)
         size = padded(num_rows)
-        return self._graphs.run(("draw", size), partial(self._draw_rows, size))
+        return self._graphs.run(("draw", size), partial(self._draw_rows, size, {}))
 
-    def _draw_rows(self, num_rows: int, filtered: Batch | None = None) -> Tensor:
+    def _draw_rows(self, num_rows: int, filters: dict[str, Tensor]) -> Tensor:
         block = self._block.device(1)
         keys = {name: block[name][:num_rows] for name in ("seed", "prompt", "sample", "position", "temperature")}
-        filters = self.filters(filtered) if filtered is not None else {}
         out = self.sample(self._hidden_RD[:num_rows], SamplingParams(**keys, **filters))
         self.last_token.index_copy_(0, block["slots"][:num_rows], out.token.long())
         return torch.stack((out.token, out.logprob.view(torch.int32), out.top1))
@@ -230,7 +229,7 @@ class PagedRunner(ModelRunner):
                 self._graphs.run(captured, partial(self._forward, captured))
             else:
                 self._forward(exact)
-            self._graphs.run(("draw", exact.tokens), partial(self._draw_rows, exact.tokens))
+            self._graphs.run(("draw", exact.tokens), partial(self._draw_rows, exact.tokens, {}))
 
     def _decode_steps(self) -> Iterator[tuple[Shape, Shape | None]]:
         """Decode steps of every padded number of sequences, descending, each with the shape it is captured in; None: eager."""
@@ -258,7 +257,7 @@ class PagedRunner(ModelRunner):
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._forward(shape)
-        self._draw_rows(self._most_rows)
+        self._draw_rows(self._most_rows, {})
         self.clock.wait(self.clock.mark())
         return torch.cuda.max_memory_allocated(self.device) - before
 
