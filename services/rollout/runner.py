@@ -23,7 +23,7 @@ from services.rollout.samples import Scoring
 from services.rollout.slots import Step
 from services.rollout.times import Clock, StepTimes
 from services.rollout.weights import ServedModel
-from shared.kernels import AttentionLayout, SampleOutput, SamplingParams
+from shared.kernels import AttentionLayout, SampleOutput, SamplingParams, to_device
 from shared.models import KVCache
 
 
@@ -164,11 +164,7 @@ class ModelRunner:
         )
 
     def to_device(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type != "cuda":
-            return tensor
-        # From pageable memory the copy would wait for everything launched before.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), self.device)
 
     def describe(self) -> dict[str, str]:
         """Operation -> implementation executed, read back."""

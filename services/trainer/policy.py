@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from services.trainer.batch import Batch, MicroBatch, MiniStep
 from services.trainer.distributed import World
-from shared.kernels import LogprobOutput, Ops
+from shared.kernels import LogprobOutput, Ops, to_device
 from shared.models import Decoder, ModelConfig, Recompute, load_config, weight_files
 
 
@@ -192,14 +192,6 @@ def on_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
         targets=to_device(micro.targets, device),
         temperature=to_device(micro.temperature, device),
     )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; the host does not wait for the copy."""
-    if tensor.device.type == device.type:
-        return tensor
-    # From pageable memory a copy would wait for everything that the device still has to do.
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @torch.no_grad()

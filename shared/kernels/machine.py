@@ -1,4 +1,4 @@
-"""What this machine is, and which dtype suits it."""
+"""What this machine is, which dtype suits it, and the way to its devices."""
 
 import functools
 import platform
@@ -19,6 +19,14 @@ def cpu_model() -> str:
     parts = [info.get("model name", platform.processor() or platform.machine())]
     parts += [f"{key.split()[-1]} {info[key]}" for key in ("cpu family", "model", "stepping") if key in info]
     return ", ".join(parts)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor there; the host does not wait for the copy."""
+    if tensor.device.type == device.type:
+        return tensor
+    # From pageable memory a copy would wait for everything that the device still has to do.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @functools.cache
