@@ -1,17 +1,19 @@
 """Writes docs/performance.md, its plots and the README's paragraph from benchmarks/results: `make docs`. A test compares them.
 
 No measured number is typed here or in benchmarks/page; those of other engines are in benchmarks/engine_cases/peers.py.
-A new section is a module there with `section` and `PLOTS`, and its name in `document` and `plots`.
+A new section is a module there with `section`, its plots and its targets, named in `document`, `plots` and `targets`, and the
+files of its records in `COMMANDS`. A section whose file is missing is left out, and its targets are said to be not measured;
+engine, contract, loop and trainer must be there.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import contract, engine, loop, trainer
+from benchmarks.page import contract, engine, kernels, loop, overlap, trainer, two_gpu, weights
+from benchmarks.page.goals import Goal, goals_table
 from benchmarks.page.results import ROOT, Found, Results, percent, table
 
 TARGET = Path(__file__).with_name("performance.md")
@@ -23,42 +25,52 @@ COMMANDS = {
     "h200/loop": "python -m benchmarks.loop run.model=DIR rollout.max_running=N",
     "h200/trainer": "python -m benchmarks.trainer",
     "cpu/loop": "python -m benchmarks.loop run.model=DIR",
+    "h200/kernels": "python -m benchmarks.kernels",
+    "h200/weight_sync": "python -m benchmarks.weight_sync --device cuda --only serving",
+    "cpu/weight_sync": "python -m benchmarks.weight_sync",
+    "h200/overlap": "python -m benchmarks.overlap run.model=DIR",
+    "cpu/overlap": "python -m benchmarks.overlap run.model=DIR prompts_per_step=N sampling.max_tokens=N",
+    "h200x2/two_gpu_fsdp": "python -m benchmarks.two_gpu --only fsdp",
+    "h200x2/two_gpu_broadcast": "python -m benchmarks.two_gpu --only broadcast",
+    "h200x2/two_gpu_loop": "python -m benchmarks.two_gpu --only loop",
 }
 """Of each file of records; `--out` is left out."""
 GOAL = re.compile(r"target |at least |at most ")
 """How the baseline of a record begins that says what was to be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Every file that the page is made of."""
-
-    engine: Results
-    contract: Results
-    loop: Results
-    trainer: Results
-    cpu_loop: Results
+Measured = dict[str, Results]
+"""Every file that the page is made of, by name."""
 
 
 def read(root: Path = ROOT) -> Measured:
     """Args: root, the folder of results."""
-    return Measured(*(Results(root, name) for name in COMMANDS))
+    return {name: Results(root, name) for name in COMMANDS}
+
+
+def on(m: Measured, *names: str) -> tuple[Results, ...]:
+    return tuple(m[name] for name in names)
+
+
+OVERLAP = "h200/overlap", "cpu/overlap"
+TWO_GPU = "h200x2/two_gpu_fsdp", "h200x2/two_gpu_broadcast", "h200x2/two_gpu_loop"
 
 
 def origins(m: Measured) -> str:
-    rows = []
-    for results in (m.engine, m.contract, m.loop, m.trainer, m.cpu_loop):
-        rows.append([f"`{results.name}.json`", f"`{COMMANDS[results.name]}`", *results.origin()])
+    rows = [[f"`{name}.json`", f"`{COMMANDS[name]}`", *r.origin()] for name, r in m.items() if r.records]
     return table(["records", "command", "machine", "versions", "commit"], rows)
 
 
 def targets(m: Measured) -> str:
     """Every number that was to be reached, whether it was or not."""
     found = [
-        f for r in (m.engine, m.loop) for f in r.records if f["mode"] == "exact" and GOAL.match(f["baseline"] or "")
-    ]
-    rows = [(what(f), limit(f), amount(f), f["ratio"] >= 1) for f in found] + trainer.targets(m.trainer)
-    return table(["", "target", "measured", "met"], [[*row, "yes" if is_met else "**no**"] for *row, is_met in rows])
+        f for r in on(m, "h200/engine", "h200/loop") for f in r.records
+        if f["mode"] == "exact" and GOAL.match(f["baseline"] or "")
+    ]  # fmt: skip
+    goals = [Goal(what(f), limit(f), amount(f), f["ratio"] >= 1) for f in found]
+    goals += trainer.goals(m["h200/trainer"]) + kernels.goals(m["h200/kernels"])
+    goals += weights.goals(m["cpu/weight_sync"], m["h200/weight_sync"]) + overlap.goals(on(m, *OVERLAP))
+    return goals_table(goals + two_gpu.goals(m[TWO_GPU[0]], m[TWO_GPU[2]]))
 
 
 def limit(found: Found) -> str:
@@ -87,12 +99,12 @@ def what(found: Found) -> str:
 
 def headline(m: Measured) -> str:
     """The README's paragraph."""
-    rate = m.engine.first("uniform", "output_tokens_per_s")
-    compared, differing = contract.totals(m.contract)
-    peer = trainer.compiled(m.trainer)
+    rate = m["h200/engine"].first("uniform", "output_tokens_per_s")
+    compared, differing = contract.totals(m["h200/contract"])
+    peer = trainer.compiled(m["h200/trainer"])
     ratios: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for s in trainer.steps(m.trainer, mode="exact"):
-        pair = (s["value"] / peer["value"], trainer.peak(m.trainer, s) / trainer.peak(m.trainer, peer))
+    for s in trainer.steps(m["h200/trainer"], mode="exact"):
+        pair = (s["value"] / peer["value"], trainer.peak(m["h200/trainer"], s) / trainer.peak(m["h200/trainer"], peer))
         ratios[s["params"]["recompute"] == "layer"].append(pair)
     speeds, peaks = zip(*ratios[False], strict=True)
     layer = ratios[True][0]
@@ -147,16 +159,23 @@ kernels over cuBLAS as PyTorch calls it, so the ratio of the two is the price of
 
 {targets(m)}
 
-{engine.section(m.engine)}
+{engine.section(m["h200/engine"])}
 
-{contract.section(m.contract)}
+{contract.section(m["h200/contract"])}
 
-{loop.section(m.loop, m.cpu_loop, m.engine)}
+{loop.section(m["h200/loop"], m["cpu/loop"], m["h200/engine"])}
 
-{trainer.section(m.trainer, m.engine)}
+{trainer.section(m["h200/trainer"], m["h200/engine"])}
 
-Corrections of inexact engines are measured in [corrections.md](corrections.md), weight updates in
-[operations.md](operations.md).
+{kernels.section(m["h200/kernels"])}
+
+{weights.section(m["cpu/weight_sync"], m["h200/weight_sync"])}
+
+{overlap.section(on(m, *OVERLAP))}
+
+{two_gpu.section(*on(m, *TWO_GPU))}
+
+Corrections of inexact engines are measured in [corrections.md](corrections.md).
 """)
         + "\n"
     )
@@ -164,8 +183,13 @@ Corrections of inexact engines are measured in [corrections.md](corrections.md),
 
 def plots(m: Measured) -> dict[str, str]:
     """Name -> SVG."""
-    every = ((engine, m.engine), (contract, m.contract), (loop, m.loop), (trainer, m.trainer))
-    return {name: draw(results) for module, results in every for name, draw in module.PLOTS.items()}
+    drawn = {
+        name: draw(m[f"h200/{module.__name__.rpartition('.')[2]}"])
+        for module in (engine, contract, loop, trainer)
+        for name, draw in module.PLOTS.items()
+    }
+    drawn |= kernels.plots(m["h200/kernels"]) | weights.plots(m["cpu/weight_sync"])
+    return drawn | overlap.plots(on(m, *OVERLAP))
 
 
 def readme(m: Measured) -> str:

@@ -14,12 +14,17 @@ Found = dict[str, Any]
 
 
 class Results:
-    """What one run of one benchmark left behind."""
+    """What one run of one benchmark left behind; no records where there is no file."""
 
     def __init__(self, root: Path, name: str) -> None:
         """Args: name, of the file below `root` without its ending, such as `h200/engine`."""
         self.name, self.path = name, root / f"{name}.json"
-        self.records: list[Found] = json.loads(self.path.read_text())
+        self.records: list[Found] = json.loads(self.path.read_text()) if self.path.exists() else []
+
+    @property
+    def where(self) -> str:
+        """The machine, as the page calls it."""
+        return self.name.split("/")[0].upper()
 
     def all(self, case: str | None, metric: str, mode: str | None = None, **params: Any) -> list[Found]:
         """In the file's order; None as a parameter's value asks for records without it."""
@@ -35,6 +40,10 @@ class Results:
         if not found:
             raise ValueError(f"{self.path} has no record of {case} {metric} {mode} {params}: run its benchmark again")
         return found[0]
+
+    def maybe(self, case: str, metric: str, mode: str | None = "exact", **params: Any) -> Found | None:
+        found = self.all(case, metric, mode, **params)
+        return found[0] if found else None
 
     def value(self, case: str, metric: str, mode: str | None = "exact", **params: Any) -> float:
         return float(self.first(case, metric, mode, **params)["value"])
@@ -53,6 +62,10 @@ class Results:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def ratio(found: Found | None) -> float | None:
+    return None if found is None else float(found["ratio"])
 
 
 def percent(share: float) -> str:

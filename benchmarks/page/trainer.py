@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.page import charts
 from benchmarks.page.charts import Point
+from benchmarks.page.goals import Goal
 from benchmarks.page.results import Found, Results, table
 from benchmarks.trainer_cases.shapes import PEAK_FLOPS, Case, flops, num_parameters
 
@@ -157,16 +158,16 @@ def compiled(r: Results) -> Found:
     return r.first("step", "tokens_per_s", COMPILED, **CASE.params)
 
 
-def targets(r: Results) -> list[tuple[str, str, str, bool]]:
-    """(what, target, measured, met) of `BEST`."""
+def goals(r: Results) -> list[Goal]:
+    """Of `BEST`."""
     step, peer = best(r), compiled(r)
     forwards = [r.value("forward", "tokens_per_s", mode, **CASE.params) for mode in ("exact", "fast")]
     to_peer, memory, ratio = step["value"] / peer["value"], peak(r, step) / peak(r, peer), forwards[0] / forwards[1]
     return [
-        ("trainer: forward, exact / fast", f"at least {LEAST_FORWARD}", f"{ratio:.3f}", ratio >= LEAST_FORWARD),
-        (f"trainer: step `{BEST}` to compiled transformers", "at least 1", f"{to_peer:.3f}", to_peer >= 1),
-        (f"trainer: MFU of `{BEST}`", f"at least {LEAST_MFU:.2f}", f"{mfu(r, step):.3f}", mfu(r, step) >= LEAST_MFU),
-        (f"trainer: peak of `{BEST}` to compiled transformers", f"at most {MOST_PEAK}", f"{memory:.2f}", memory <= MOST_PEAK),
+        Goal("trainer: forward, exact / fast", f"at least {LEAST_FORWARD}", f"{ratio:.3f}", ratio >= LEAST_FORWARD),
+        Goal(f"trainer: step `{BEST}` to compiled transformers", "at least 1", f"{to_peer:.3f}", to_peer >= 1),
+        Goal(f"trainer: MFU of `{BEST}`", f"at least {LEAST_MFU:.2f}", f"{mfu(r, step):.3f}", mfu(r, step) >= LEAST_MFU),
+        Goal(f"trainer: peak of `{BEST}` to compiled transformers", f"at most {MOST_PEAK}", f"{memory:.2f}", memory <= MOST_PEAK),
     ]  # fmt: skip
 
 

@@ -5,27 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import loop, overlap
-from benchmarks.timeline import Series
+from tests.unit.loop_fixture import outcome
 from timzero.job import load_job
-from timzero.outcome import Outcome
-from timzero.steps import StepSummary
 
 JOB = load_job(loop.CONFIG, loop.TINY)
-
-
-def outcome(*, begin_training: float) -> tuple[Outcome, Series]:
-    """Five steps of 10 s: the replica computes for the first 6 s of each, the trainer for 4 s from `begin_training` on."""
-    steps = []
-    for step in range(5):
-        at = 10.0 * step + begin_training
-        phases = {"score": [at, at + 1], "train": [at + 1, at + 4]}
-        metrics = {"time": 10.0 * (step + 1), "phases": phases, "lag": 1.0, "tim": {"differing_bits": 0}}
-        steps.append(StepSummary(step=step, epoch=1, metrics=metrics))
-    series = Series()
-    for step in range(6):
-        series.add(10.0 * step, {loop.BUSY: 6.0 * step})
-        series.add(10.0 * step + 6, {loop.BUSY: 6.0 * (step + 1)})
-    return Outcome(run={}, steps=tuple(steps), metrics={}, before=None, after=None, published_digest=""), series
 
 
 @pytest.mark.parametrize(("begin", "overlapped", "neither"), [(6.0, 0.0, 0.0), (2.0, 4.0, 4.0), (4.0, 2.0, 2.0)])

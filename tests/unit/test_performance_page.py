@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.unit.page_records import change
+
+pytest_plugins = ("tests.unit.page_fixtures",)
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def page() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "docs/generate_performance.py"))
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    """A copy of the records, to be changed."""
-    return Path(shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results"))
-
-
-def change(results: Path, name: str, is_meant: Callable[[dict], bool], **new: Any) -> dict[str, Any]:
-    """Overwrites keys of the first record that is meant, and returns the record as it was."""
-    path = results / f"{name}.json"
-    records = json.loads(path.read_text())
-    record = next(r for r in records if is_meant(r))
-    before = dict(record)
-    record |= new
-    path.write_text(json.dumps(records))
-    return before
 
 
 def test_the_page_its_plots_and_the_readme_are_up_to_date(page: dict[str, Any]) -> None:
