@@ -41,7 +41,7 @@ class Flight:
     end: Any
     """Marks of the runner's clock: before the forward, behind it, behind the copies to the host."""
     previous_end: Any | None
-    """`end` of the step that was in flight when this one was launched."""
+    """`end` of the step that was in flight, if the device had come to it when this one was launched."""
     num_tokens: int
     is_graph: bool = False
 
@@ -106,7 +106,7 @@ class ModelRunner:
         ids_T = np.empty(batch.num_tokens, np.int64)
         batch.write_ids(ids_T)
         layout = self._layout(batch)
-        begin = self.clock.mark()
+        begin, previous_end = self.clock.mark(), self.clock.passed(previous_end)
         hidden_TD = self.model.decoder(
             self.known(self.to_device(ids_T)), layout.positions.to(self.device), layout, self.cache
         )

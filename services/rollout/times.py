@@ -32,7 +32,8 @@ class StepTimes:
     sample_s: float = 0.0
     """Head and sampling, on the device."""
     idle_s: float = 0.0
-    """The device standing still between two steps that were in flight one after the other: it waited for the host."""
+    """The device waiting for the host: standing still between two steps that were in flight one after the other, the second of
+    which came too late. (A device that another process uses stands still between steps that are there in time, too.)"""
 
     @property
     def idle_share(self) -> float:
@@ -74,6 +75,10 @@ class Clock:
         """Until the computation has come to the mark. Other threads run meanwhile."""
         if self._is_device:
             mark.synchronize()
+
+    def passed(self, mark: Any | None) -> Any | None:
+        """The mark if the computation has come to it, else None: the device still has work."""
+        return mark if mark is None or not self._is_device or mark.query() else None
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Between two marks that were waited for."""

@@ -10,6 +10,7 @@ Legend: T trainable tokens, N trajectories.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from services.trainer.distributed import World
 from services.trainer.filters import is_finite
 from services.trainer.loss import policy_loss, token_scale
 from services.trainer.optimizer import apply, build_optimizer, learning_rate
-from services.trainer.policy import TokenScores, accumulate_gradients, to_device
+from services.trainer.policy import TokenScores, accumulate_gradients, nothing, to_device
 from services.trainer.scoring import Scorer, Scores
 from services.trainer.step_metrics import StepResult, step_result
 from shared.kernels import LogprobOutput
@@ -76,14 +77,18 @@ class Learner:
         """Logprobs of every trainable token that must exist before the first gradient."""
         return self._scorer.score(batch)
 
-    def train(self, batch: Batch, scores: Scores) -> StepResult:
-        """One optimizer step per mini-step; collects what there is to report."""
+    def train(self, batch: Batch, scores: Scores, *, meanwhile: Callable[[], None] = nothing) -> StepResult:
+        """One optimizer step per mini-step; collects what there is to report.
+
+        Args:
+            meanwhile: called on every rank once a mini-step is launched: work for a host that would wait for its device.
+        """
         config = self.config.algorithm
         decision = decide(batch, scores, config, self.kl_coef)
         trained = TokenScores.blank(batch.num_tokens)
         taken: list[dict[str, float | bool]] = []
         for index, mini_step in enumerate(batch.mini_steps):
-            part = self._accumulate(batch, mini_step, scores, decision)
+            part = self._accumulate(batch, mini_step, scores, decision, meanwhile)
             trained.bits[:, mini_step.tokens] = part.bits[:, mini_step.tokens]
             if scores.proximal_T is None:
                 acceptance = accept_all(batch, trained.logprob_T, scores.reference_T, config)
@@ -108,7 +113,9 @@ class Learner:
         norm, is_taken = apply(self.optimizer, lr=lr, max_grad_norm=config.optimizer.max_grad_norm, is_empty=is_empty)
         return {"grad_norm": norm, "lr": lr, "is_taken": is_taken}
 
-    def _accumulate(self, batch: Batch, mini_step: MiniStep, scores: Scores, decision: Decision) -> TokenScores:
+    def _accumulate(
+        self, batch: Batch, mini_step: MiniStep, scores: Scores, decision: Decision, meanwhile: Callable[[], None]
+    ) -> TokenScores:
         """Gradients of one mini-step."""
         device, config, proximal_T = self.world.device, self.config.algorithm, scores.proximal_T
         scale_T = torch.zeros(batch.num_tokens)
@@ -149,4 +156,4 @@ class Learner:
                 kl_coef=decision.kl_coef,
             ).loss
 
-        return accumulate_gradients(self.decoder, batch, mini_step, self.world, loss_of)
+        return accumulate_gradients(self.decoder, batch, mini_step, self.world, loss_of, meanwhile)

@@ -132,12 +132,18 @@ class Link:
         Raises Stopping, RunEnded, Refused.
         """
 
-        def ask() -> list[bytes] | None:
+        is_alone = self._world.size == 1
+
+        def ask() -> list[Group] | list[bytes] | None:
             groups = self._queue.lease(run, step, epoch=self._epoch, deadline_s=self._config.poll_s, digests=digests)
-            return None if groups is None else [encode_group(g) for g in groups]
+            return groups if groups is None or is_alone else [encode_group(g) for g in groups]
 
         groups = self._slice(ask)
-        return None if groups is None else [decode_group(data) for data in groups]
+        return groups if groups is None or is_alone else [decode_group(data) for data in groups]
+
+    def read_ahead(self, run: str) -> None:
+        """Rank 0 reads what is queued for the next lease, while the devices compute. Raises RunEnded, Refused."""
+        self._ask(lambda: self._queue.read_ahead(run, epoch=self._epoch))
 
     def publish(
         self, manifest: Manifest | None, tensors: Mapping[str, RawTensor], *, expected_digest: str

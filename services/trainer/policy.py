@@ -200,22 +200,32 @@ def score_batch(decoder: Decoder, batch: Batch, world: World) -> TokenScores:
     return _run(decoder, batch, batch.mini_steps, world, lambda micro, output: None)
 
 
+def nothing() -> None:
+    """What the host does while its device computes, where it has nothing else to do."""
+
+
 def accumulate_gradients(
     decoder: Decoder,
     batch: Batch,
     mini_step: MiniStep,
     world: World,
     loss_of: Callable[[MicroBatch, LogprobOutput], Tensor],
+    meanwhile: Callable[[], None],
 ) -> TokenScores:
     """Forward and backward of one mini-step, micro-batch after micro-batch.
 
     Args:
         loss_of: a micro-batch's share of the loss from its logprobs and entropies; a scalar connected to them.
+        meanwhile: called when everything is launched, before anything is waited for.
 
     Returns:
         The scores of the mini-step's tokens (zeros elsewhere).
     """
-    return _run(decoder, batch, [mini_step], world, lambda micro, output: loss_of(micro, output).backward())
+
+    def visit(micro: MicroBatch, output: LogprobOutput) -> None:
+        loss_of(micro, output).backward()
+
+    return _run(decoder, batch, [mini_step], world, visit, meanwhile)
 
 
 def _run(
@@ -224,6 +234,7 @@ def _run(
     mini_steps: Iterable[MiniStep],
     world: World,
     visit: Callable[[MicroBatch, LogprobOutput], None],
+    meanwhile: Callable[[], None] = nothing,
 ) -> TokenScores:
     """All inputs go to the device before the first forward and all scores come back after the last: no copy waits in between."""
     micros = [m for mini_step in mini_steps for m in mini_step.of_rank(world.rank, world.size)]
@@ -234,6 +245,7 @@ def _run(
         visit(micro, output)
         for row, values in zip(bits, output, strict=True):
             row[micro.tokens] = values.detach().contiguous().view(torch.int32)
+    meanwhile()
     scores = TokenScores(bits.cpu())
     world.merge(scores.bits)
     return scores

@@ -144,6 +144,14 @@ class TrainQueue:
             elif not self._read_new(run, epoch, deadline):
                 self._fetch(run, epoch, missing)
 
+    def read_ahead(self, run: str, *, epoch: int) -> None:
+        """Reads and checks what is queued already, so that the next lease has less to do; waits for nothing.
+
+        Raises Fenced, RunOver.
+        """
+        while self._read_new(run, epoch, time.monotonic()):
+            pass
+
     def _drop_unusable(
         self, config: RunConfig, numbers: Sequence[int], epoch: int, digests: Collection[str] | None
     ) -> bool:

@@ -86,6 +86,17 @@ def test_batches_are_leased_whole_and_in_number_order_whatever_order_they_came_i
     assert with_store(url, lambda s: s.get_trajectory("r", "r.3.0")).step == 1
 
 
+def test_what_was_read_ahead_is_leased_and_what_comes_later_too(url, queue):
+    start_run(url, filled=range(3))
+    epoch = queue.take_over("r", next_step=0)
+    for _ in range(2):
+        queue.read_ahead("r", epoch=epoch)
+        assert counts(url).by_state[State.QUEUED] == 6, "reading is not leasing"
+    with_store(url, lambda store: fill(store, range(3, 4)))
+    leased = [queue.lease("r", step, epoch=epoch, deadline_s=DEADLINE_S) for step in range(2)]
+    assert [[g.prompt_number for g in groups or ()] for groups in leased] == [[0, 1], [2, 3]]
+
+
 def test_an_incomplete_batch_is_not_leased_before_the_deadline_and_then_arrives(url, queue):
     start_run(url, filled=range(1))
     epoch = queue.take_over("r", next_step=0)
