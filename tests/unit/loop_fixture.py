@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from benchmarks import loop
 from benchmarks.timeline import Series
+from shared.metrics import names
 from timzero.outcome import Outcome
 from timzero.steps import StepSummary
 
+BYTES = f"{names.WEIGHT_SYNC_BYTES.name}:broadcast"
 PHASES = [f"timzero_engine_seconds_total:{phase}" for phase in loop.PHASES]
 
 
@@ -29,7 +31,9 @@ def outcome(*, begin_training: float, differing_bits: int = 0) -> tuple[Outcome,
     series = Series()
     for step in range(6):
         for at, busy in ((10.0 * step, 6.0 * step), (10.0 * step + 6, 6.0 * (step + 1))):
-            series.add(at, {loop.BUSY: busy, loop.STEPS: 10.0 * at, **dict.fromkeys(PHASES, 0.1 * busy)})
+            series.add(
+                at, {loop.BUSY: busy, loop.STEPS: 10.0 * at, BYTES: 1e6 * at, **dict.fromkeys(PHASES, 0.1 * busy)}
+            )
     run = {"state": "completed", "config": {"numerics": "exact"}, "reason": ""}
     metrics = {"dropped": {}, "accepted": 320, "trained": 320, "live": 0}
     return Outcome(run=run, steps=tuple(steps), metrics=metrics, before=None, after=None, published_digest="d"), series

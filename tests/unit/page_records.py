@@ -18,6 +18,8 @@ from tests.unit.loop_fixture import outcome
 from timzero.job import load_job
 
 JOB = load_job(loop.CONFIG, [])
+SEQUENCE_TOKENS = 512
+"""Of each sequence of `fsdp`."""
 TWO_GPU = ("h200x2/two_gpu_fsdp", "h200x2/two_gpu_broadcast", "h200x2/two_gpu_loop")
 
 
@@ -53,7 +55,7 @@ def overlapped(*, differing_bits: int = 0) -> Iterable[Record]:
 
 def fsdp(directory: Path) -> Iterable[Record]:
     """Two ranks that take 0.6 s where one takes 1 s."""
-    logprobs = np.linspace(-3, -1, 512, dtype=np.float32)
+    logprobs = np.linspace(-3, -1, SEQUENCE_TOKENS, dtype=np.float32)
     for i in range(NUM_SEQUENCES):
         np.savez(directory / f"sequence-{i}.npz", logprobs=logprobs)
         for size in (1, 2):

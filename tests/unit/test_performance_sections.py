@@ -12,8 +12,9 @@ import pytest
 from benchmarks.page import kernels, overlap, products, two_gpu, weights
 from benchmarks.page.goals import Goal
 from benchmarks.page.results import Results
+from benchmarks.two_gpu_part import NUM_SEQUENCES
 from tests.unit import page_records
-from tests.unit.page_records import TWO_GPU, change, write
+from tests.unit.page_records import SEQUENCE_TOKENS, TWO_GPU, change, write
 
 pytest_plugins = ("tests.unit.page_fixtures",)
 NEW = ("h200/kernels", "h200/weight_sync", "cpu/weight_sync", "h200/overlap", "cpu/overlap", *TWO_GPU)
@@ -153,7 +154,7 @@ def test_differing_bits_of_a_run_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     change(tmp_path, TWO_GPU[0], lambda r: r["baseline"] == "engine", value=7)
     goals = two_gpu.goals(Results(tmp_path, TWO_GPU[0]), Results(tmp_path, TWO_GPU[2]))
     assert [g.is_met for g in goals] == [True, False, True]
-    assert goals[1].measured.startswith("7 in 4,096")
+    assert goals[1].measured.startswith(f"7 in {NUM_SEQUENCES * SEQUENCE_TOKENS:,}")
 
 
 def test_two_ranks_and_the_loop_are_told_against_what_they_are_to_reach(everything: Path) -> None:
