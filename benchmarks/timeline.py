@@ -75,11 +75,12 @@ class Scraper:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Every sample of a page by name, summed over its labels; those with a phase also as `name:phase`."""
+    """Every sample of a page by name, summed over its labels; those with a phase or a transport also as `name:phase`."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            names = [sample.name, *(f"{sample.name}:{phase}" for phase in [sample.labels.get("phase")] if phase)]
+            apart = (sample.labels[label] for label in ("phase", "transport") if sample.labels.get(label))
+            names = [sample.name, *(f"{sample.name}:{value}" for value in apart)]
             for name in names:
                 totals[name] = totals.get(name, 0.0) + sample.value
     return totals

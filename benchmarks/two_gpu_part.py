@@ -1,14 +1,16 @@
-"""A process of benchmarks.two_gpu: the engine that samples, or one rank of the trainer that scores and steps.
+"""A process of benchmarks.two_gpu: one that certifies, the engine that samples, or one rank of the trainer that scores and steps.
 
-python -m benchmarks.two_gpu_part sample MODEL_DIR OUT DEVICE DTYPE
+python -m benchmarks.two_gpu_part certify|sample MODEL_DIR OUT DEVICE DTYPE
 torchrun --nproc-per-node N -m benchmarks.two_gpu_part train MODEL_DIR OUT DEVICE DTYPE
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
@@ -19,21 +21,33 @@ import torch
 
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import OfflineEngine
+from services.rollout.weights import ServedRun, certified
 from services.trainer.distributed import join, leave
 from services.trainer.optimizer import apply, build_optimizer
 from services.trainer.packing import MicroBatch
 from services.trainer.policy import load_policy, on_device, score_micro_batch
 from shared.kernels import build_ops, self_check
-from shared.models import load_config, packed_layout, read_tensors
-from shared.wire.run import OptimizerConfig
+from shared.models import load_config, named_weights, packed_layout, save_model
+from shared.wire.run import OptimizerConfig, RunConfig
 
-NUM_SEQUENCES = 8
-"""A multiple of every world size in use."""
+NUM_SEQUENCES = 32
+MICRO_SEQUENCES = 16
+"""Of one forward and backward: as many on every rank of every world size in use."""
 NUM_REPEATS = 3
+HANG_S = 170.0
+"""After which a part says where each of its threads stands, and ends."""
+
+
+def certify(directory: Path, out: Path, device: str, dtype: str) -> None:
+    """Every product that a replica and a trainer of this model need is in the table afterwards."""
+    torch.cuda.set_device(device)
+    run = ServedRun(RunConfig(run="bench", model="bench"), load_config(directory), getattr(torch, dtype))
+    with torch.inference_mode():
+        certified(run, device)
 
 
 def sample(directory: Path, out: Path, device: str, dtype: str) -> None:
-    """Sequences and their logprobs, as the engine recorded them."""
+    """Random weights for a directory that holds a config, and sequences with their logprobs as the engine recorded them."""
     is_tiny = device == "cpu"
     config = RolloutConfig(
         device=device,
@@ -41,8 +55,10 @@ def sample(directory: Path, out: Path, device: str, dtype: str) -> None:
         page_size=16 if is_tiny else 64,
         max_running=NUM_SEQUENCES,
     )
-    weights = dict(read_tensors(directory))
-    engine = OfflineEngine(load_config(directory), config, dtype=dtype, weights=weights, max_model_len=2048)
+    engine = OfflineEngine(load_config(directory), config, dtype=dtype, max_model_len=2048)
+    model = engine.engine.model
+    assert model is not None
+    save_model(dict(named_weights(model.decoder)), model.run.model, directory)
     prompt = [3 + i % 50 for i in range(17 if is_tiny else 257)]
     ids = engine.submit(prompt, samples=NUM_SEQUENCES, max_tokens=24 if is_tiny else 512)
     results = engine.run()
@@ -60,23 +76,27 @@ def train(directory: Path, out: Path, device: str, dtype: str) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    world = join(device, timeout_s=600)
+    world = join(device, timeout_s=HANG_S)
     ops, config = build_ops("exact", world.device), load_config(directory)
     of = getattr(torch, dtype)
     self_check(ops, of, linear_shapes=config.linear_shapes, heads=config.heads)
     decoder = load_policy(directory, ops, of, world, activation_checkpointing="none" if device == "cpu" else "mlp")
     optimizer = build_optimizer(decoder, OptimizerConfig(lr=1e-6))
     mine = range(world.rank, NUM_SEQUENCES, world.size)
-    micros = {i: micro_of(out / f"sequence-{i}.npz", world.device) for i in mine}
+    cuts = [mine[i : i + MICRO_SEQUENCES] for i in range(0, len(mine), MICRO_SEQUENCES)]
+    sequences = [[np.load(out / f"sequence-{i}.npz") for i in cut] for cut in cuts]
+    micros = [on_device(micro_of(files), world.device) for files in sequences]
     with torch.no_grad():
-        for index, micro in micros.items():
+        for cut, files, micro in zip(cuts, sequences, micros, strict=True):
             logprobs = score_micro_batch(decoder, micro, world.device).logprob.cpu().numpy()
-            np.save(out / f"scored-{world.size}-{index}.npy", logprobs)
+            ends = np.cumsum([len(file["logprobs"]) for file in files])
+            for index, part in zip(cut, np.split(logprobs, ends[:-1]), strict=True):
+                np.save(out / f"scored-{world.size}-{index}.npy", part)
     seconds = []
     for _ in range(1 + NUM_REPEATS):
         world.barrier()
         begin = time.perf_counter()
-        for micro in micros.values():
+        for micro in micros:
             (-score_micro_batch(decoder, micro, world.device).logprob.sum() / NUM_SEQUENCES).backward()
         # Returns the norm to the host: everything before it is done.
         apply(optimizer, lr=1e-6, max_grad_norm=1.0, is_empty=False)
@@ -89,25 +109,29 @@ def train(directory: Path, out: Path, device: str, dtype: str) -> None:
     leave()
 
 
-def micro_of(path: Path, device: torch.device) -> MicroBatch:
-    """The sampled tokens of one sequence, each predicted by the row before it."""
-    with np.load(path) as file:
-        ids, num_sampled = torch.from_numpy(file["ids"].astype(np.int64)), len(file["logprobs"])
-    rows = torch.arange(len(ids) - num_sampled - 1, len(ids) - 1)
-    micro = MicroBatch(
+def micro_of(files: Sequence[Mapping[str, np.ndarray]]) -> MicroBatch:
+    """The sampled tokens of sequences packed one after another, each predicted by the row before it."""
+    lengths = [len(file["ids"]) for file in files]
+    ids = torch.from_numpy(np.concatenate([file["ids"] for file in files]).astype(np.int64))
+    ends = np.cumsum(lengths)
+    rows = torch.from_numpy(
+        np.concatenate([np.arange(end - len(f["logprobs"]) - 1, end - 1) for end, f in zip(ends, files, strict=True)])
+    )
+    return MicroBatch(
         token_ids=ids,
-        layout=packed_layout([len(ids)]),
+        layout=packed_layout(lengths),
         rows=rows,
         targets=ids[rows + 1],
         temperature=torch.ones(len(rows)),
         tokens=slice(0, len(rows)),
     )
-    return on_device(micro, device)
 
 
 def main() -> int:
     command, directory, out, device, dtype = sys.argv[1:]
-    {"sample": sample, "train": train}[command](Path(directory), Path(out), device, dtype)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    {"certify": certify, "sample": sample, "train": train}[command](Path(directory), Path(out), device, dtype)
+    faulthandler.cancel_dump_traceback_later()
     return 0
 
 

@@ -20,16 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import torch
 
 from benchmarks.architectures import QWEN3_1_7B
 from benchmarks.harness import Record
+from benchmarks.timeline import parse
 from services.rollout.offline import random_weights
 from services.rollout.weights import Numerics, ServedRun, certified
 from services.trainer.config import TrainerConfig
 from services.trainer.offers import Offers
 from shared.config import unstructure
+from shared.metrics import names
 from shared.models import Decoder, ModelConfig, Rope, load_config, packed_layout
 from shared.transfer.arena import ArenaLayout
 from shared.wire import rpc
@@ -44,6 +47,8 @@ from timzero.model.get import get
 
 CALL_S = 600.0
 TEMPERATURE = 1.0
+BYTES_MOVED, FALLBACKS = names.WEIGHT_SYNC_BYTES.name, names.SOURCE_FALLBACKS.name
+"""Counters of a replica: by transport what came from the trainer's memory, and what did not come that way."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,11 @@ def service(name: str, *words: str) -> Iterator[dict[str, Any]]:
         is_ready.wait(CALL_S)
         said = [line for line in lines if '"ready"' in line]
         if not said:
-            raise RuntimeError(f"{name} did not start:\n{''.join(lines[-20:])}")
+            raise RuntimeError(f"{name} did not start")
         yield json.loads(said[0])
+    except BaseException:
+        print(f"--- end of the log of {name}\n{''.join(lines[-20:])}", file=sys.stderr)
+        raise
     finally:
         process.terminate()
         process.wait(CALL_S)
@@ -249,7 +257,18 @@ def serving(
                 found.setdefault(name, []).append(seconds)
             total_s = sum(times.values()) + found["prepare_s"][-1] + found["commit_s"][-1]
             found.setdefault("total_s", []).append(total_s)
-    return records_of(setting, found, trainer.transport, sum(e.nbytes for e in manifest.tensors))
+        nbytes = sum(e.nbytes for e in manifest.tensors)
+        require_way(replica["metrics_port"], transport, nbytes * (1 + num_versions))
+    return records_of(setting, found, trainer.transport, nbytes)
+
+
+def require_way(metrics_port: int, transport: str, nbytes: int) -> None:
+    """Raises AssertionError when the replica had to fetch a version from weight_sync, which no answer of it tells."""
+    totals = parse(httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=CALL_S).text)
+    moved, num_fallbacks = totals.get(f"{BYTES_MOVED}:{transport}", 0.0), totals.get(FALLBACKS, 0.0)
+    assert (moved, num_fallbacks) == (nbytes, 0), (
+        f"{moved:,.0f} of {nbytes:,} bytes came by {transport}, {num_fallbacks:.0f} versions did not; see the replica's log"
+    )
 
 
 def sampled(stub: RolloutEngineStub) -> tuple[float, int]:

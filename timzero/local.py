@@ -211,7 +211,9 @@ class LocalStack:
         prefix = [sys.executable]
         if world_size > 1:
             # Each rank dies with torchrun as torchrun dies with this process.
-            prefix += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python",
+            # Without an address ranks meet under the host's name, which need not be one that anybody resolves.
+            prefix += ["-m", "torch.distributed.run", "--standalone", f"--local-addr={HOST}",
+                       f"--nproc-per-node={world_size}", "--no-python",
                        sys.executable, "-m", "timzero.child", "0", sys.executable]  # fmt: skip
         return self._service("trainer", "trainer", port, keys, is_ready=_answers_health(port), prefix=prefix)
 

@@ -19,6 +19,7 @@ from services.rollout.loop import EngineLoop
 from services.rollout.samples import GivenUp, InvalidRequest, OtherVersion, UnservableRun
 from services.rollout.sources import Sources, SourceUnavailable
 from services.rollout.weights import Numerics, ServedModel, ServedRun, build_model, certified, raw_tensors
+from shared.kernels import current_device
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.wire.pb.weight_sync_pb2 import Manifest
@@ -131,12 +132,13 @@ class Staging:
     ) -> ServedModel:
         end = time.monotonic() + timeout_s
         device = numerics.ops.device
-        tensors: Mapping[str, RawTensor | Tensor] | None = self._from_source(manifest, device, timeout_s)
-        if tensors is None:
-            held = raw_tensors(base) if base else None
-            left_s = end - time.monotonic()
-            tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=left_s, base=held)
-        return build_model(manifest, run, numerics, tensors, device=device)
+        with current_device(device):
+            tensors: Mapping[str, RawTensor | Tensor] | None = self._from_source(manifest, device, timeout_s)
+            if tensors is None:
+                held = raw_tensors(base) if base else None
+                left_s = end - time.monotonic()
+                tensors = fetch(manifest, address=self._config.weight_sync, deadline_s=left_s, base=held)
+            return build_model(manifest, run, numerics, tensors, device=device)
 
     def _from_source(self, manifest: Manifest, device: torch.device, timeout_s: float) -> dict[str, Tensor] | None:
         """From the trainer's memory, where it offers that; None: weight_sync has to be asked."""

@@ -106,6 +106,9 @@ def join(device: str, *, timeout_s: float) -> World:
     Args:
         device: cpu | cuda | auto.
         timeout_s: after which a collective that some rank never joins fails.
+
+    Raises:
+        ValueError: more ranks than GPUs on this machine.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +116,13 @@ def join(device: str, *, timeout_s: float) -> World:
     timeout = timedelta(seconds=timeout_s)
     where = torch.device(device)
     if device == "cuda":
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        index, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= num_gpus:
+            raise ValueError(
+                f"rank {rank} would compute on GPU {index} of this machine, which shows {num_gpus}; start as many ranks here as "
+                "there are GPUs in CUDA_VISIBLE_DEVICES, or set device=cpu"
+            )
+        where = torch.device("cuda", index)
         torch.cuda.set_device(where)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

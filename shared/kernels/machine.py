@@ -1,5 +1,6 @@
 """What this machine is, which dtype suits it, and the way to its devices."""
 
+import contextlib
 import functools
 import platform
 from pathlib import Path
@@ -27,6 +28,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     # From pageable memory a copy would wait for everything that the device still has to do.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes a GPU this thread's own for the block. A thread begins with the first GPU whatever the others compute on, and what it
+    does there, if only going back to it, takes that GPU's memory for a context."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache

@@ -37,16 +37,18 @@ def verify_flat(manifest: Manifest, layout: ArenaLayout, flat: Tensor, *, num_th
         data = flat[places[name].offset :][: places[name].nbytes]
         if data.device.type == "cpu":
             return tensor_digest(data.numpy())
-        if not hasattr(local, "buffer"):
-            local.buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, pin_memory=True)
-            local.stream = torch.cuda.Stream(data.device)
         total = xxhash.xxh3_128()
-        for part in data.split(SLICE_BYTES):
-            host = local.buffer[: len(part)]
-            with torch.cuda.stream(local.stream):
-                host.copy_(part, non_blocking=True)
-            local.stream.synchronize()
-            total.update(memoryview(host.numpy()))
+        # A thread of the pool begins on the first GPU, and would take memory there when it goes back to it.
+        with torch.cuda.device(data.device):
+            if not hasattr(local, "buffer"):
+                local.buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, pin_memory=True)
+                local.stream = torch.cuda.Stream(data.device)
+            for part in data.split(SLICE_BYTES):
+                host = local.buffer[: len(part)]
+                with torch.cuda.stream(local.stream):
+                    host.copy_(part, non_blocking=True)
+                local.stream.synchronize()
+                total.update(memoryview(host.numpy()))
         return total.hexdigest()
 
     places = {p.name: p for p in layout.places}

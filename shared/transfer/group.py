@@ -53,11 +53,7 @@ class BroadcastGroup:
             store.set(f"here-{rank}", "1")
             store.wait([f"here-{r}" for r in range(size)], timeout)
             if device.type == "cuda":
-                with _nccl_environment():
-                    options = dist.ProcessGroupNCCL.Options()
-                    # Far beyond the deadline of any call, which ends it.
-                    options._timeout = timedelta(days=1)
-                    self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                self._group: Any = _connected_nccl(store, rank, size, device)
                 self._stream = torch.cuda.Stream(device)
             else:
                 self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -101,6 +97,19 @@ class BroadcastGroup:
         """Ends what is under way, here at least."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+
+
+def _connected_nccl(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+    """A group whose communicator stands: made at the first broadcast, it would be made in another environment, and the time of
+    the bytes would go to it. NCCL refuses two members on one GPU here."""
+    options = dist.ProcessGroupNCCL.Options()
+    # Far beyond the deadline of any call, which ends it.
+    options._timeout = timedelta(days=1)
+    with torch.cuda.device(device), _nccl_environment():
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        # With its number, by which the group finds the communicator again.
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return group
 
 
 @contextlib.contextmanager

@@ -50,6 +50,13 @@ def job(tmp_path_factory):
     )
 
 
+def test_ranks_meet_on_loopback_whatever_the_host_is_called(tmp_path):
+    launch = list(LocalStack(tmp_path, trainer_world_size=2)["trainer"].spec.argv)
+    ranks = [*launch[: launch.index("services.trainer") - 1], "-c", "import os; print(os.environ['MASTER_ADDR'])"]
+    done = subprocess.run(ranks, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.split() == 2 * ["127.0.0.1"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(job, tmp_path_factory):
     """The outcome of a run to which nothing happens, the stack (stopped), and the process ids that it had."""

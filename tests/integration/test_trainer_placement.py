@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.distributed import World
+from services.trainer.distributed import World, join
 from services.trainer.learner import Learner
 from services.trainer.policy import Placement, load_policy
 from shared.kernels import build_ops
@@ -70,3 +70,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(model: Path, world: World, 
         learner_at(run_config(tmp_path), world, Placement())
     for text in ("model.extra [2] is unknown", name, "model.norm.weight is missing"):
         assert text in str(error.value)
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="rank 1 would compute on GPU 1 of this machine, which shows 1; start as many"):
+        join("cuda", timeout_s=1.0)
