@@ -1,8 +1,9 @@
-"""A projection: the certified product forward; backward by the library, split-K forbidden."""
+"""A projection: the certified product forward; backward by the library, which may split the tokens of a weight's gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,30 @@ from torch.autograd.function import once_differentiable
 
 Product = Callable[..., torch.Tensor]
 """`certify.Table.linear`: (x [T, K], weight [N, K], bias [N] or None, out_dtype=None) -> [T, N]."""
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[N, K] = grad [T, N].T @ x [T, K].
+
+    The same inputs give the same bits, and no other product has to have them: over thousands of tokens a small weight has too few
+    tiles for the device, so the library may split the sum.
+    """
+    with split_k_allowed(is_cuda=grad.is_cuda):
+        return torch.mm(grad.t(), x)
+
+
+@contextmanager
+def split_k_allowed(*, is_cuda: bool) -> Iterator[None]:
+    if not is_cuda:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    matmul.allow_bf16_reduced_precision_reduction = bf16[0], True
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = bf16
 
 
 class Linear(torch.autograd.Function):
@@ -27,7 +52,7 @@ class Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
             torch.mm(grad, weight) if needs_x else None,
-            torch.mm(grad.t(), x) if needs_weight else None,
+            weight_gradient(grad, x) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             None,
         )
