@@ -183,7 +183,7 @@ class LocalStack:
         **spec: Any,
     ) -> Spec:
         keys = {**keys, **(self._overrides[service] or {}), **(own or {})}
-        words = [f"{key}={_word(value)}" for key, value in keys.items()]
+        words = list(_words(keys))
         prefix = spec.pop("prefix", [sys.executable])
         return Spec(
             name=name,
@@ -266,6 +266,15 @@ def _answers_health(port: int) -> Callable[[float], bool]:
             return True
 
     return is_ready
+
+
+def _words(keys: Mapping[str, Any], table: str = "") -> Iterator[str]:
+    """`key=value` of every key; those of a table within have its name before theirs."""
+    for key, value in keys.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{table}{key}.")
+        else:
+            yield f"{table}{key}={_word(value)}"
 
 
 def _word(value: Any) -> str:

@@ -50,6 +50,12 @@ def job(tmp_path_factory):
     )
 
 
+def test_a_service_gets_the_keys_of_its_tables_within(tmp_path):
+    gateway = {"dispatcher": {"max_inflight_samples": 512}, "keys": ["a", "b"]}
+    words = LocalStack(tmp_path, gateway=gateway)["gateway"].spec.argv
+    assert {"dispatcher.max_inflight_samples=512", 'keys=["a", "b"]'} <= set(words)
+
+
 def test_ranks_meet_on_loopback_whatever_the_host_is_called(tmp_path):
     launch = list(LocalStack(tmp_path, trainer_world_size=2)["trainer"].spec.argv)
     ranks = [*launch[: launch.index("services.trainer") - 1], "-c", "import os; print(os.environ['MASTER_ADDR'])"]
