@@ -1,7 +1,8 @@
 """A replica that samples while it takes version after version: tokens/s undisturbed and during Prepare, the pause, the total.
 
 This process is the trainer (versions lie in its memory) and calls Prepare and Commit as weight_sync does; weight_sync and the
-replica are processes of their own. A probe that differs in one bit ends the benchmark.
+replica are processes of their own. A probe that differs in one bit ends the benchmark. Rates are compared within a version:
+Prepares in a row against the time just before and behind them, long after the last version's prefixes were computed again.
 """
 
 from __future__ import annotations
@@ -14,26 +15,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import torch
 
-from benchmarks.architectures import QWEN3_1_7B
-from benchmarks.harness import Record
+from benchmarks.harness import Record, quarters
 from benchmarks.timeline import parse
+from benchmarks.weight_load import CALL_S, TEMPERATURE, Load, Setting, setting_of
 from services.rollout.offline import random_weights
 from services.rollout.weights import Numerics, ServedRun, certified
 from services.trainer.config import TrainerConfig
 from services.trainer.offers import Offers
 from shared.config import unstructure
 from shared.metrics import names
-from shared.models import Decoder, ModelConfig, Rope, load_config, packed_layout
+from shared.models import Decoder, packed_layout
 from shared.transfer.arena import ArenaLayout
 from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
@@ -43,47 +42,12 @@ from shared.wire.run import RunConfig
 from shared.wire.tensors import build_manifest
 from shared.wire.types import float32_bytes, int32_bytes
 from shared.wire.weights import Publisher
-from timzero.model.get import get
 
-CALL_S = 600.0
-TEMPERATURE = 1.0
+POLL_S = 0.01
 BYTES_MOVED, FALLBACKS = names.WEIGHT_SYNC_BYTES.name, names.SOURCE_FALLBACKS.name
 """Counters of a replica: by transport what came from the trainer's memory, and what did not come that way."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is served, and under which load."""
-
-    name: str
-    model: ModelConfig
-    dtype: torch.dtype
-    prompts: int
-    samples: int
-    """Of each prompt."""
-    prompt_tokens: int
-    max_tokens: int
-    window_s: float
-    """Of undisturbed sampling before each version."""
-    words: tuple[str, ...]
-    """Configuration of the replica."""
-
-
-def setting_of(*, device: str, is_tiny: bool) -> Setting:
-    words: tuple[str, ...] = ("max_step_tokens=8192", f"device={device}")
-    if is_tiny:
-        rope = Rope(head_dim=8)
-        model = ModelConfig(family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-                            num_kv_heads=2, head_dim=8, max_position_embeddings=256, rope=rope, tie_word_embeddings=True,
-                            eos_token_ids=())  # fmt: skip
-        words = (*words, "kv_cache_tokens=4096", "max_running=16")
-        return Setting("tiny", model, torch.float32, 2, 4, 16, 200, 0.2, words)
-    if device.startswith("cuda"):
-        words = (*words, "kv_cache_tokens=524288", "max_running=256", "page_size=64")
-        return Setting("1.7b", QWEN3_1_7B, torch.bfloat16, 32, 8, 256, 1600, 3.0, words)
-    model = load_config(get("smollm2-135m-instruct"))
-    words = (*words, "kv_cache_tokens=32768", "max_running=32")
-    return Setting("smollm2-135m", model, torch.bfloat16, 4, 4, 64, 900, 5.0, words)
+TOTAL = ("gather_s", "digest_s", "announce_s", "prepare_s", "commit_s")
+"""What passes between the optimizer's step and the first token of its version."""
 
 
 @contextlib.contextmanager
@@ -127,8 +91,12 @@ class Trainer:
         self._offers = Offers(TrainerConfig(transport=transport), device)  # type: ignore[arg-type]
         self._publisher = Publisher(address)
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Until the version published last is at weight_sync."""
         self._publisher.settle(CALL_S)
+
+    def close(self) -> None:
+        self.settle()
         self._publisher.close()
         self._offers.close()
 
@@ -137,7 +105,7 @@ class Trainer:
         weights = random_weights(self._setting.model, step, ops=self.numerics.ops, dtype=self._setting.dtype)
         probe = [np.arange(n, dtype=np.int32) % 50 + 3 for n in (5, 17, 33)]
         scores = self._score(weights, probe)
-        self._publisher.settle(CALL_S)
+        self.settle()
         begin = time.perf_counter()
         layout = ArenaLayout.of((n, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for n, w in weights.items())
         slot = self._offers.room(layout)
@@ -184,49 +152,10 @@ class Trainer:
         return np.split(out.logprob.cpu().numpy(), np.cumsum(np.array(lengths) - 1)[:-1])
 
 
-class Load:
-    """Keeps the replica sampling until the end of the block; samples go on across swaps."""
-
-    def __init__(self, setting: Setting, stub: RolloutEngineStub, digest: str) -> None:
-        self._setting, self._stub = setting, stub
-        self.digest = digest
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(setting.prompts)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-
-    def _run(self, number: int) -> None:
-        s = self._setting
-        prompt = (np.arange(s.prompt_tokens) * (number + 1) % 50 + 3).astype(np.int32)
-        sampling = pb.SamplingParams(temperature=TEMPERATURE, max_tokens=s.max_tokens)
-        while not self._stop.is_set():
-            samples = [pb.Sample(trajectory_id=f"bench.{number}.{i}", sample_index=i) for i in range(s.samples)]
-            request = pb.GenerateRequest(
-                run="bench",
-                manifest_digest=self.digest,
-                seed=1,
-                prompt_number=number,
-                prompt_token_ids=int32_bytes(prompt),
-                sampling=sampling,
-                samples=samples,
-            )
-            # A version may have come between the look at the digest and the call, and the end of it all too.
-            with contextlib.suppress(grpc.RpcError):
-                for _ in self._stub.Generate(request, timeout=CALL_S):
-                    if self._stop.is_set():
-                        return
-
-
 def serving(
     *, device: str, is_tiny: bool, num_versions: int, transport: str = "", replica_device: str = ""
 ) -> list[Record]:
-    """Medians over the versions after the first.
+    """Medians and quartiles over the versions after the first.
 
     Args:
         device: of this process, the trainer.
@@ -245,20 +174,24 @@ def serving(
         trainer = Trainer(setting, torch.device(device), address, transport)
         stack.callback(trainer.close)
         manifest, _ = trainer.publish(0)
-        take(stub, manifest, found={})
+        stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=CALL_S)
+        commit(stub, manifest)
         load = stack.enter_context(Load(setting, stub, manifest.version.digest))
+        until(stub, lambda status: status.num_sampled_tokens >= setting.warm_tokens)
         for step in range(1, num_versions + 1):
-            # Weights and probe of the next version are made by now, or they would disturb.
             manifest, times = trainer.publish(step)
-            undisturbed(stub, setting.window_s, found)
-            take(stub, manifest, found)
+            # Neither weights that are made nor bytes on their way to weight_sync are Prepare's doing.
+            trainer.settle()
+            until(stub, lambda status: not status.is_recomputing)
+            times |= prepared(stub, manifest, setting.window_s)
+            times |= commit(stub, manifest)
             load.digest = manifest.version.digest
-            for name, seconds in times.items():
-                found.setdefault(name, []).append(seconds)
-            total_s = sum(times.values()) + found["prepare_s"][-1] + found["commit_s"][-1]
-            found.setdefault("total_s", []).append(total_s)
+            times["reprefill_s"] = until(stub, lambda status: not status.is_recomputing).recompute_seconds
+            times["total_s"] = sum(times[name] for name in TOTAL)
+            for name, value in times.items():
+                found.setdefault(name, []).append(value)
         nbytes = sum(e.nbytes for e in manifest.tensors)
-        require_way(replica["metrics_port"], transport, nbytes * (1 + num_versions))
+        require_way(replica["metrics_port"], transport, nbytes * (1 + int(sum(found["prepares"]))))
     return records_of(setting, found, trainer.transport, nbytes)
 
 
@@ -271,37 +204,69 @@ def require_way(metrics_port: int, transport: str, nbytes: int) -> None:
     )
 
 
-def sampled(stub: RolloutEngineStub) -> tuple[float, int]:
-    """Now, and the tokens sampled so far."""
-    status = stub.Status(pb.StatusRequest(), timeout=CALL_S)
-    return time.perf_counter(), status.num_sampled_tokens
+def until(stub: RolloutEngineStub, is_so: Callable[[pb.StatusReply], bool]) -> pb.StatusReply:
+    """The first status that is so. Raises TimeoutError after CALL_S."""
+    end, pause = time.monotonic() + CALL_S, threading.Event()
+    while time.monotonic() < end:
+        status = stub.Status(pb.StatusRequest(), timeout=CALL_S)
+        if is_so(status):
+            return status
+        pause.wait(POLL_S)
+    raise TimeoutError(f"the replica did not get there within {CALL_S} s: {status}")
 
 
-def undisturbed(stub: RolloutEngineStub, seconds: float, found: dict[str, list[float]]) -> None:
-    begin, before = sampled(stub)
-    threading.Event().wait(seconds)
-    end, after = sampled(stub)
-    found.setdefault("tokens_per_s", []).append((after - before) / (end - begin))
+@contextlib.contextmanager
+def rate(stub: RolloutEngineStub) -> Iterator[list[float]]:
+    """Tokens/s sampled within the block, appended at its end."""
+    rates: list[float] = []
+    before, begin = stub.Status(pb.StatusRequest(), timeout=CALL_S).num_sampled_tokens, time.perf_counter()
+    yield rates
+    after, end = stub.Status(pb.StatusRequest(), timeout=CALL_S).num_sampled_tokens, time.perf_counter()
+    rates.append((after - before) / (end - begin))
 
 
-def take(stub: RolloutEngineStub, manifest: Manifest, found: dict[str, list[float]]) -> None:
-    """Prepare and Commit. Raises AssertionError unless the replica holds the version to the bit."""
-    begin, before = sampled(stub)
-    stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=CALL_S)
-    end, after = sampled(stub)
-    request = pb.CommitWeightsRequest(manifest_digest=manifest.version.digest)
-    reply = stub.CommitWeights(request, timeout=CALL_S)
-    committed = time.perf_counter()
+def prepared(stub: RolloutEngineStub, manifest: Manifest, window_s: float) -> dict[str, float]:
+    """Undisturbed sampling, Prepare after Prepare for as long, undisturbed sampling: a single Prepare is only a few steps long.
+
+    Returns:
+        Seconds of the first Prepare, tokens/s undisturbed and during Prepare, and the second over the first.
+    """
+    window = threading.Event()
+    seconds: list[float] = []
+    with rate(stub) as before:
+        window.wait(window_s)
+    with rate(stub) as during:
+        end = time.perf_counter() + window_s
+        while time.perf_counter() < end:
+            if seconds:
+                stub.AbortWeights(pb.AbortWeightsRequest(), timeout=CALL_S)
+            begin = time.perf_counter()
+            stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=CALL_S)
+            seconds.append(time.perf_counter() - begin)
+    with rate(stub) as behind:
+        window.wait(window_s)
+    usual = (before[0] + behind[0]) / 2
+    return {
+        "prepare_s": seconds[0],
+        "prepares": len(seconds),
+        "tokens_per_s": usual,
+        "prepare_tokens_per_s": during[0],
+        "prepare_share": during[0] / max(usual, 1e-9),
+        "undisturbed_share": behind[0] / max(before[0], 1e-9),
+    }
+
+
+def commit(stub: RolloutEngineStub, manifest: Manifest) -> dict[str, float]:
+    """Seconds of Commit, of the pause and of its parts. Raises AssertionError unless the replica holds the version to the bit."""
+    begin = time.perf_counter()
+    reply = stub.CommitWeights(
+        pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="reprefill"), timeout=CALL_S
+    )
+    seconds = time.perf_counter() - begin
     assert reply.manifest_digest == manifest.version.digest
     assert (reply.probe_tokens, reply.probe_differing) == (52, 0), f"the probe differs: {reply}"
-    values = {
-        "prepare_s": end - begin,
-        "prepare_tokens_per_s": (after - before) / (end - begin),
-        "commit_s": committed - end,
-        "pause_s": reply.pause_seconds,
-    }
-    for name, value in values.items():
-        found.setdefault(name, []).append(value)
+    parts = {f"pause_{name}_s": value for name, value in reply.pause_parts.items()}
+    return {"commit_s": seconds, "pause_s": reply.pause_seconds, **parts}
 
 
 def records_of(setting: Setting, found: dict[str, list[float]], transport: str, nbytes: int) -> list[Record]:
@@ -312,13 +277,12 @@ def records_of(setting: Setting, found: dict[str, list[float]], transport: str, 
         "versions": len(found["total_s"]),
     }
     records = []
-    usual = statistics.median(found["tokens_per_s"])
     for name, values in sorted(found.items()):
-        unit = "tokens/s" if name.endswith("tokens_per_s") else "s"
-        value = statistics.median(values)
+        unit = "tokens/s" if name.endswith("tokens_per_s") else "s" if name.endswith("_s") else ""
         against: dict[str, Any] = {}
         if name == "prepare_tokens_per_s":
-            against = {"baseline": "undisturbed", "ratio": value / max(usual, 1e-9)}
-        spread = [min(values), max(values)]
+            # Of each version's own pair: the rate of a day is not that of another.
+            against = {"baseline": "undisturbed", "ratio": statistics.median(found["prepare_share"])}
+        value, spread = statistics.median(values), quarters(values)
         records.append(Record("weight_sync", "serving", params, transport, name, value, unit, spread=spread, **against))
     return records

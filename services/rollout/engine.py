@@ -5,15 +5,15 @@ Every method is called from one thread, the loop's (`loop.py`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.rollout.config import RolloutConfig
 from services.rollout.kv_cache import PagePool
 from services.rollout.pipeline import Counters, Outputs, Pipeline
+from services.rollout.recompute import Recompute
 from services.rollout.samples import (
     Full,
     InvalidRequest,
@@ -24,7 +24,7 @@ from services.rollout.samples import (
 )
 from services.rollout.scheduler import Scheduler
 from services.rollout.sequence import Sequence
-from services.rollout.times import StepTimes
+from services.rollout.times import Laps, StepTimes
 from services.rollout.weights import ServedModel, held_digest
 from shared.wire.types import FinishReason, float32_bytes, int32_array
 
@@ -40,6 +40,8 @@ class CommitResult:
     probe_differing: int
     pause_s: float
     """Time that sampling stood still."""
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """What the pause was spent on: drain (the step in flight), requeue, copy, digest, probe."""
 
 
 class Engine:
@@ -52,6 +54,8 @@ class Engine:
         self.is_leaving = False
         """Whether a commit waits; until it is done nothing new may enter under the old version."""
         self._num_arrivals = 0
+        self.recompute = Recompute()
+        """Of what ran at the last swap."""
 
     @property
     def config(self) -> RolloutConfig:
@@ -99,7 +103,10 @@ class Engine:
 
     def step(self) -> bool:
         """Launches a step and reads the one before it (`pipeline.py`). Returns whether there was anything to do."""
-        return self._pipeline.step()
+        has_computed = self._pipeline.step()
+        if self.recompute.is_going_on:
+            self.recompute.look(self.scheduler)
+        return has_computed
 
     def take_outputs(self) -> Outputs:
         outputs, self._pipeline.outputs = self._pipeline.outputs, Outputs()
@@ -148,8 +155,9 @@ class Engine:
             keeps_kv: let running sequences go on behind keys and values of the old version; what they sample from now on comes
                 from no version that exists, and is stamped so.
         """
-        begin = time.monotonic()
+        lap = Laps()
         self._pipeline.drain()
+        lap("drain")
         for sample in self._open_samples():
             self._pipeline.flush(sample, None)
         current = self.model
@@ -159,11 +167,18 @@ class Engine:
             # A score has one version; samples have spans.
             self._fail([s for s in self._open() if isinstance(s, Scoring)], f"the replica took {model.version}")
             (self.scheduler.keep if keeps_kv else self.scheduler.restart)(model.version.digest)
+        lap("requeue")
         if current is None or current.run != model.run:
             self._pipeline.build(model)
         assert self._pipeline.runner is not None
-        digest, num_tokens, num_differing = self._prove(self._pipeline.runner.adopt(model))
-        return CommitResult(digest, num_tokens, num_differing, time.monotonic() - begin)
+        held = self._pipeline.runner.adopt(model)
+        lap("copy")
+        digest = held_digest(held)
+        lap("digest")
+        num_tokens, num_differing = self._prove(held, digest)
+        lap("probe")
+        self.recompute.begin(self.scheduler, self._num_arrivals)
+        return CommitResult(digest, num_tokens, num_differing, sum(lap.seconds.values()), lap.seconds)
 
     def fail_all(self, reason: str) -> None:
         """Ends everything that is open; samples can be continued elsewhere from what was streamed."""
@@ -204,13 +219,15 @@ class Engine:
     def _open_samples(self) -> list[Sample]:
         return [s for s in self._open() if isinstance(s, Sample)]
 
-    def _prove(self, model: ServedModel) -> tuple[str, int, int]:
-        """Reads the digest of what is held and scores the probe through ordinary steps, ahead of everything in line.
+    def _prove(self, model: ServedModel, digest: str) -> tuple[int, int]:
+        """Scores the probe through ordinary steps, ahead of everything in line; leaves in `doubt` what speaks against the model.
+
+        Args:
+            digest: of what is held, read back.
 
         Returns:
-            The digest, the number of probe logprobs, and how many of them differ.
+            The number of probe logprobs, and how many of them differ.
         """
-        digest = held_digest(model)
         probes = [
             Scoring.of(int32_array(ids).tolist(), PROBE_TEMPERATURE)
             for ids in model.manifest.probe_token_ids
@@ -222,7 +239,7 @@ class Engine:
                 probe.arrival = -1
                 self.scheduler.add(probe)
             while not all(p.done.done() for p in probes):
-                self.step()
+                self._pipeline.step()
         expected = b"".join(model.manifest.probe_logprobs)
         got = b"".join(float32_bytes(p.logprobs) for p in probes)
         num_differing = int((np.frombuffer(got, "<u4") != np.frombuffer(expected, "<u4")).sum())
@@ -233,4 +250,4 @@ class Engine:
             self.doubt = f"{num_differing} of {len(got) // 4} probe logprobs differ from the trainer's"
         if self.doubt:
             self.fail_all(self.doubt)
-        return digest, len(got) // 4, num_differing
+        return len(got) // 4, num_differing

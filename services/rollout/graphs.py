@@ -142,6 +142,9 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def describe(self) -> str:
         return f"{len(self._graphs)} captured" if self._is_enabled else "eager"
 

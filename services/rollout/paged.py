@@ -100,13 +100,12 @@ class PagedRunner(ModelRunner):
         return KVCache(run.model, self.config.kv_capacity_tokens, run.dtype, self.device)
 
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
-        shape = self._shape(batch)
+        shape = self._shape(batch.q_lens_S, batch.ends_S)
         has_scorings = not batch.is_decode and not self.tables.is_sample[batch.slots_S].all()
-        fitting = (
-            None
-            if has_scorings or not self.config.cuda_graphs
-            else self._captured(shape, int((batch.q_lens_S > 1).sum()))
-        )
+        fitting = self._captured(shape, int((batch.q_lens_S > 1).sum())) if self.config.cuda_graphs else None
+        # Scorings have any shape, and are few: they are not worth a capture, but the probe's shape is among those there are.
+        if has_scorings and fitting not in self._graphs:
+            fitting = None
         self._block.fill(batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
         begin, previous_end = self.clock.mark(), self.clock.passed(previous_end)
         self._block.send()
@@ -127,19 +126,19 @@ class PagedRunner(ModelRunner):
         is_graph = fitting is not None
         return Flight(batch, drawn, scored, begin, forwarded, end, previous_end, batch.num_tokens, is_graph)
 
-    def _shape(self, batch: Batch) -> Shape:
-        is_one = batch.q_lens_S == 1
-        ends = batch.ends_S[is_one]
+    def _shape(self, q_lens_S: np.ndarray, ends_S: np.ndarray) -> Shape:
+        is_one = q_lens_S == 1
+        ends = ends_S[is_one]
         num_ones, longest = len(ends), int(ends.max(initial=1))
         chunk = self.ops.choose_chunk(max(num_ones, 1) * self.model.run.model.num_kv_heads, longest)
         num_longs = int((ends > chunk).sum())
         return Shape(
-            tokens=batch.num_tokens,
+            tokens=int(q_lens_S.sum()),
             ones=num_ones - num_longs,
             longs=num_longs,
             chunks=-(-longest // chunk),
             chunk=chunk,
-            tiles=int((-(-batch.q_lens_S[~is_one] // self._tile_queries)).sum()),
+            tiles=int((-(-q_lens_S[~is_one] // self._tile_queries)).sum()),
         )
 
     def _captured(self, shape: Shape, num_prompts: int) -> Shape | None:
@@ -230,6 +229,18 @@ class PagedRunner(ModelRunner):
             else:
                 self._forward(exact)
             self._graphs.run(("draw", exact.tokens), partial(self._draw_rows, exact.tokens, {}))
+        probe = self._probe_step()
+        if probe is not None:
+            self._send_nothing(probe.tokens)
+            self._graphs.run(probe, partial(self._forward, probe))
+
+    def _probe_step(self) -> Shape | None:
+        """Of the run's probe, as it is captured: every version is proved by it while sampling stands still."""
+        lengths = [len(ids) // 4 - 1 for ids in self.model.manifest.probe_token_ids if len(ids) > 4]
+        if not lengths:
+            return None
+        q_lens_S = np.array(lengths, np.int64)
+        return self._captured(self._shape(q_lens_S, q_lens_S), int((q_lens_S > 1).sum()))
 
     def _decode_steps(self) -> Iterator[tuple[Shape, Shape | None]]:
         """Decode steps of every padded number of sequences, descending, each with the shape it is captured in; None: eager."""

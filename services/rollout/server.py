@@ -204,6 +204,7 @@ class RolloutService(RolloutEngineServicer):
             probe_tokens=result.probe_tokens,
             probe_differing=result.probe_differing,
             pause_seconds=result.pause_s,
+            pause_parts=result.parts_s,
         )
 
     async def AbortWeights(
@@ -224,6 +225,8 @@ class RolloutService(RolloutEngineServicer):
             num_prefix_hit_tokens=engine.scheduler.num_prefix_hit_tokens,
             num_continued_tokens=engine.counters.continued_tokens,
             staged_digest=self._staging.staged_digest,
+            is_recomputing=engine.recompute.is_going_on,
+            recompute_seconds=engine.recompute.seconds,
         )
         if model is not None:
             reply.manifest_digest = model.version.digest
@@ -257,6 +260,7 @@ class RolloutService(RolloutEngineServicer):
             probe_tokens=result.probe_tokens,
             probe_differing=result.probe_differing,
             pause_s=result.pause_s,
+            parts_s=result.parts_s,
             doubt=doubt,
         )
 

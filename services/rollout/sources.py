@@ -92,7 +92,8 @@ class Sources:
                 call = WeightSourceStub(channel).Acquire(request, timeout=deadline_s)
                 with contextlib.closing(_Lease(call)) as lease:
                     self._fill(flat, next(lease), layout, lease, source.address, end)
-            verify_flat(manifest, layout, flat, num_threads=_num_threads(self._device))
+            with torch.cuda.stream(self._stream):
+                verify_flat(manifest, layout, flat, num_threads=_num_threads(self._device))
         except grpc.RpcError as error:
             raise SourceUnavailable(error.code().name.lower(), f"{error.code().name}: {error.details()}") from error
         except (Unreachable, GroupFailed, DigestMismatch) as error:

@@ -47,6 +47,22 @@ class StepTimes:
             setattr(self, name, value)
 
 
+class Laps:
+    """Seconds of the host from lap to lap, by name.
+
+    >>> lap = Laps()
+    >>> lap("first"); lap("second")  # lap.seconds has both
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._last = now - self._last, now
+
+
 @contextmanager
 def own_stream(device: str) -> Iterator[None]:
     """On a GPU, makes it this thread's device and its work a stream of its own: other threads that stage weights there neither

@@ -57,18 +57,21 @@ class Slot:
         return self.layout.raw(self.host.flat)
 
     def fill(self, name: str, full: Tensor) -> None:
-        """Copies one gathered tensor to its place; `finish` before anybody reads it."""
+        """Copies one gathered tensor to its place, on the GPU alone where the slot has memory there; then `finish`."""
         place = next(p for p in self.layout.places if p.name == name)
         data = full.detach().contiguous().view(-1).view(torch.uint8)
         here = slice(place.offset, place.offset + place.nbytes)
         if self.device is not None:
             self.device[here].copy_(data)
-            data = self.device[here]
+            return
         # A GPU's copies follow one another on its stream, while the next tensor is gathered.
         self.host.flat[here].copy_(data, non_blocking=data.is_cuda)
 
     def finish(self) -> None:
-        """Waits for the copies of this thread's stream."""
+        """Completes the host's copy and waits for this thread's stream; before anybody reads it."""
+        if self.device is not None:
+            # At once: where a replica computes on the same GPU the two processes take turns, and each launch waits for one.
+            self.host.flat.copy_(self.device, non_blocking=self.device.is_cuda)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 

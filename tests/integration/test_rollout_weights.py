@@ -35,7 +35,12 @@ def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(versi
     assert stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).staged_digest == manifest.version.digest
     commit = stub.CommitWeights(pb.CommitWeightsRequest(manifest_digest=manifest.version.digest), timeout=DEADLINE_S)
     assert (commit.probe_tokens, commit.probe_differing) == (52, 0)
+    assert set(commit.pause_parts) == {"drain", "requeue", "copy", "digest", "probe"}
+    assert sum(commit.pause_parts.values()) == pytest.approx(commit.pause_seconds)
     got = collect([*chunks, *stream])
+    status = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S)
+    assert not status.is_recomputing
+    assert status.recompute_seconds > 0
     assert len(got) == 8
     for t in got.values():
         assert t["finish"] == "length"

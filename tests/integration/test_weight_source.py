@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.rollout.sources import Sources, SourceUnavailable
+from services.trainer.offers import Slot
 from shared.transfer.memory import SharedArena, Unreachable, map_shared
 from shared.wire import rpc
 from shared.wire.pb import trainer_pb2 as trainer_pb
@@ -18,7 +19,7 @@ from shared.wire.pb.trainer_pb2_grpc import WeightSourceStub
 from shared.wire.tensors import verify
 from shared.wire.weights import Fenced, VersionConflict, WeightSyncError, fetch
 from tests.deadline import DEADLINE_S
-from tests.integration.source_testing import CPU, byte_sum, layout_of, offer, offers, raw, readers, weights
+from tests.integration.source_testing import CPU, byte_sum, fill, layout_of, offer, offers, raw, readers, weights
 from tests.integration.weight_sync_testing import manifest_of, running
 
 
@@ -51,6 +52,16 @@ def test_versions_follow_one_another_through_two_buffers_that_a_reader_maps_once
         older.source.CopyFrom(manifest.source)
         assert sources.copy(manifest, deadline_s=DEADLINE_S)["b"].tolist() == weights(4)["b"].tolist()
         assert reason_of(sources, older) == "not_found"
+
+
+def test_a_slot_with_memory_on_a_gpu_has_the_bytes_on_the_host_once_it_is_finished() -> None:
+    tensors = weights(2)
+    layout = layout_of(tensors)
+    slot = Slot(layout, SharedArena(layout.nbytes), torch.zeros(layout.nbytes, dtype=torch.uint8))
+    fill(slot, tensors)
+    for views in (layout.views(slot.host.flat), layout.views(slot.device)):
+        assert all(torch.equal(views[name].view(torch.uint8), t.view(torch.uint8)) for name, t in tensors.items())
+    slot.close()
 
 
 def test_another_process_copies_from_the_memory() -> None:

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton import FutureKernel
@@ -20,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from shared.kernels import AttentionLayout, SamplingParams
 from shared.kernels.certify import BUCKETS, Entry, Table
-from shared.kernels.cuda import fast, merged
+from shared.kernels.cuda import checksum, fast, merged, xxh3
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, compile_tiles, gemm, gemm_kernel
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
@@ -157,9 +158,16 @@ def compile_merged() -> None:
         merged.MergedRows(heads, torch.bfloat16, torch.device("cpu"), has_norms=has_norms)
 
 
+def compile_digests() -> None:
+    offsets, counts = np.array([0, 4096]), np.array([4, 70])
+    xxh3.walk(torch.zeros(2**17, dtype=torch.uint8), offsets, counts, np.zeros(8, np.uint64), np.zeros(24, np.uint64))
+    checksum.weighted_sums([torch.zeros(7, dtype=torch.int32)], -1640531535)
+
+
 if __name__ == "__main__":
     driver.set_active(Target(int(sys.argv[1])))
     compile_only()
     compile_all(CudaOps(torch.device("cpu"), AnyTable(Path(tempfile.mkdtemp()))))
     compile_fast()
     compile_merged()
+    compile_digests()

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from services.rollout.config import RolloutConfig
+from services.rollout.engine import PROBE_TEMPERATURE
 from services.rollout.offline import OfflineEngine, Sampled, random_weights
+from services.rollout.samples import Scoring
 from services.rollout.times import own_stream
 from shared.kernels.cuda.ops import CudaOps
 from shared.models import ModelConfig
+from shared.wire.types import float32_bytes, int32_bytes
 from tests.kernels.cuda_testing import device_ops
 from tests.kernels.kernel_testing import tiny_config
 
@@ -85,6 +88,26 @@ def test_a_swap_under_graphs_serves_the_new_weights(ops: CudaOps) -> None:
     engine.swap(weights(ops, 1))
     engine.results.clear()
     assert bits(sampled(engine)) == bits(sampled(engine_of(ops, seed=1)))
+
+
+def test_the_probe_is_replayed_and_has_the_bits_of_an_eager_one(ops: CudaOps) -> None:
+    probes = [np.arange(n, dtype=np.int32) for n in (5, 17, 33)]
+    eager, captured = engine_of(ops, cuda_graphs=False).engine, engine_of(ops).engine
+    scorings = [Scoring.of(ids.tolist(), PROBE_TEMPERATURE) for ids in probes]
+    held = captured.model
+    assert held is not None
+    assert eager.model is not None
+    with torch.inference_mode():
+        eager.submit_scoring(scorings, eager.model)
+        while eager.has_work:
+            eager.step()
+        held.manifest.probe_token_ids.extend(map(int32_bytes, probes))
+        held.manifest.probe_logprobs.extend(float32_bytes(s.logprobs) for s in scorings)
+        captured._pipeline.runner._warm_up()  # type: ignore[union-attr]
+        before = captured.times.num_graph_steps
+        result = captured.swap(held)
+    assert (result.probe_tokens, result.probe_differing) == (52, 0)
+    assert captured.times.num_graph_steps == before + 1
 
 
 def test_merged_row_operations_have_the_bits_of_separate_ones_here(ops: CudaOps) -> None:

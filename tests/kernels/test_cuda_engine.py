@@ -17,6 +17,7 @@ from shared.kernels.cuda.ops import CudaOps
 from shared.models import Decoder, ModelConfig, packed_layout
 from shared.models.merged import MergedDecoder, certify_merged
 from shared.transfer.arena import ArenaLayout
+from shared.wire.types import int32_bytes
 from tests.kernels.cuda_testing import DEVICE, IS_INTERPRETED, device_ops
 from tests.kernels.kernel_testing import same_bits, tiny_config
 
@@ -99,6 +100,22 @@ def test_decode_steps_are_captured_beforehand_up_to_the_largest_that_is_ever_rep
     assert max(steps) == 40, "larger ones run, and their draws are captured"
     assert {size for size, shape in steps.items() if shape is not None} == {n for n in steps if n <= 20}
     assert all(shape.tokens == size for size, shape in steps.items() if shape is not None)
+
+
+def test_the_probe_has_a_shape_that_is_captured_beforehand(tmp_path, monkeypatch):
+    engine = engine_of(tmp_path, model_of()).engine
+    runner, held = engine._pipeline.runner, engine.model
+    assert runner._probe_step() is None
+    held.manifest.probe_token_ids.extend(int32_bytes(np.arange(n, dtype=np.int32)) for n in (2, 5, 17))
+    held.manifest.probe_logprobs.extend(bytes(4 * (n - 1)) for n in (2, 5, 17))
+    shapes, captured = [], runner._captured
+    monkeypatch.setattr(runner, "_captured", lambda *args: shapes.append(captured(*args)) or shapes[-1])
+    expected = runner._probe_step()
+    shapes.clear()
+    with torch.inference_mode():
+        engine.swap(held)
+    assert expected is not None
+    assert shapes == [expected]
 
 
 @pytest.mark.slow

@@ -89,9 +89,17 @@ def test_a_checksum_sees_an_exchange_and_is_the_same_wherever_a_long_tensor_is_c
     exchanged = words.clone()
     exchanged[[10, 3000]] = words[[3000, 10]]
     assert not torch.equal(checksum({"w": words}), checksum({"w": exchanged}))
+    whole = checksum({"w": words})
     monkeypatch.setattr("shared.transfer.digests._CHECKSUM_SLICE", 64)
+    assert torch.equal(checksum({"w": words}), whole)
     shifted = torch.cat((words[64:128], words[:64], words[128:]))
     assert not torch.equal(checksum({"w": words}), checksum({"w": shifted}))
+
+
+def test_a_checksum_is_of_the_bytes_and_not_of_where_they_lie() -> None:
+    for numel in (6, 7):
+        bits = torch.arange(1, 20, dtype=torch.int16).view(torch.bfloat16)
+        assert torch.equal(checksum({"w": bits[1 : 1 + numel]}), checksum({"w": bits[1 : 1 + numel].clone()}))
 
 
 def test_another_process_reads_the_memory_and_it_is_gone_with_its_owner() -> None:

@@ -118,16 +118,25 @@ class CommitWeightsRequest(_message.Message):
     def __init__(self, manifest_digest: _Optional[str] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class CommitWeightsReply(_message.Message):
-    __slots__ = ("manifest_digest", "probe_tokens", "probe_differing", "pause_seconds")
+    __slots__ = ("manifest_digest", "probe_tokens", "probe_differing", "pause_seconds", "pause_parts")
+    class PausePartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROBE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROBE_DIFFERING_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_PARTS_FIELD_NUMBER: _ClassVar[int]
     manifest_digest: str
     probe_tokens: int
     probe_differing: int
     pause_seconds: float
-    def __init__(self, manifest_digest: _Optional[str] = ..., probe_tokens: _Optional[int] = ..., probe_differing: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    pause_parts: _containers.ScalarMap[str, float]
+    def __init__(self, manifest_digest: _Optional[str] = ..., probe_tokens: _Optional[int] = ..., probe_differing: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., pause_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class AbortWeightsRequest(_message.Message):
     __slots__ = ("manifest_digest",)
@@ -160,7 +169,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("replica", "manifest_digest", "lineage", "policy_step", "num_running", "num_waiting", "kv_usage", "num_preemptions", "num_sampled_tokens", "num_prefix_hit_tokens", "num_continued_tokens", "kernels", "fingerprint", "staged_digest", "max_model_len")
+    __slots__ = ("replica", "manifest_digest", "lineage", "policy_step", "num_running", "num_waiting", "kv_usage", "num_preemptions", "num_sampled_tokens", "num_prefix_hit_tokens", "num_continued_tokens", "kernels", "fingerprint", "staged_digest", "max_model_len", "is_recomputing", "recompute_seconds")
     class KernelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +192,8 @@ class StatusReply(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     STAGED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    IS_RECOMPUTING_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     manifest_digest: str
     lineage: int
@@ -198,4 +209,6 @@ class StatusReply(_message.Message):
     fingerprint: str
     staged_digest: str
     max_model_len: int
-    def __init__(self, replica: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., lineage: _Optional[int] = ..., policy_step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_continued_tokens: _Optional[int] = ..., kernels: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[str] = ..., staged_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    is_recomputing: bool
+    recompute_seconds: float
+    def __init__(self, replica: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., lineage: _Optional[int] = ..., policy_step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_continued_tokens: _Optional[int] = ..., kernels: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[str] = ..., staged_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., is_recomputing: _Optional[bool] = ..., recompute_seconds: _Optional[float] = ...) -> None: ...
