@@ -229,7 +229,8 @@ def prepared(stub: RolloutEngineStub, manifest: Manifest, window_s: float) -> di
     """Undisturbed sampling, Prepare after Prepare for as long, undisturbed sampling: a single Prepare is only a few steps long.
 
     Returns:
-        Seconds of the first Prepare, tokens/s undisturbed and during Prepare, and the second over the first.
+        Seconds of the first Prepare, how many there were, tokens/s undisturbed and during Prepare, and how alike the undisturbed
+        ones behind are to those before.
     """
     window = threading.Event()
     seconds: list[float] = []
@@ -251,7 +252,6 @@ def prepared(stub: RolloutEngineStub, manifest: Manifest, window_s: float) -> di
         "prepares": len(seconds),
         "tokens_per_s": usual,
         "prepare_tokens_per_s": during[0],
-        "prepare_share": during[0] / max(usual, 1e-9),
         "undisturbed_share": behind[0] / max(before[0], 1e-9),
     }
 
@@ -276,12 +276,14 @@ def records_of(setting: Setting, found: dict[str, list[float]], transport: str, 
         "sequences": setting.prompts * setting.samples,
         "versions": len(found["total_s"]),
     }
+    # Of each version's own pair: the rate of one moment is not that of another.
+    pairs = zip(found["prepare_tokens_per_s"], found["tokens_per_s"], strict=True)
+    found = found | {"prepare_share": [during / max(usual, 1e-9) for during, usual in pairs]}
     records = []
     for name, values in sorted(found.items()):
         unit = "tokens/s" if name.endswith("tokens_per_s") else "s" if name.endswith("_s") else ""
         against: dict[str, Any] = {}
         if name == "prepare_tokens_per_s":
-            # Of each version's own pair: the rate of a day is not that of another.
             against = {"baseline": "undisturbed", "ratio": statistics.median(found["prepare_share"])}
         value, spread = statistics.median(values), quarters(values)
         records.append(Record("weight_sync", "serving", params, transport, name, value, unit, spread=spread, **against))

@@ -103,8 +103,9 @@ class PagedRunner(ModelRunner):
         shape = self._shape(batch.q_lens_S, batch.ends_S)
         has_scorings = not batch.is_decode and not self.tables.is_sample[batch.slots_S].all()
         fitting = self._captured(shape, int((batch.q_lens_S > 1).sum())) if self.config.cuda_graphs else None
-        # Scorings have any shape, and are few: they are not worth a capture, but the probe's shape is among those there are.
-        if has_scorings and fitting not in self._graphs:
+        # Scorings have any shape, and are few: they are not worth a capture, but the probe's is there. Where rows are drawn as
+        # well, that replay would overwrite the hidden states.
+        if has_scorings and (len(batch.samples) or fitting not in self._graphs):
             fitting = None
         self._block.fill(batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
         begin, previous_end = self.clock.mark(), self.clock.passed(previous_end)

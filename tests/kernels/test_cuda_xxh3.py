@@ -33,7 +33,7 @@ def test_parts_of_every_length_have_the_digests_of_the_library(lengths: list[int
     assert xxh3.digests(flat, parts) == expected(flat, parts)
 
 
-def test_tensors_walked_in_several_rounds_and_extreme_words_have_the_digests_of_the_library(monkeypatch) -> None:
+def test_tensors_walked_in_several_rounds_and_extreme_words_have_the_digests_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_SUMS", 40)
     flat, parts = buffer([33_000, 20_000, 9000, 100_000, 12_000], 7)
     flat[:33_000] = 255
@@ -50,7 +50,7 @@ def test_another_byte_anywhere_is_another_digest() -> None:
     assert xxh3.digests(flat, parts) == before
 
 
-def test_a_device_that_computes_something_else_is_not_trusted(monkeypatch) -> None:
+def test_a_device_that_computes_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     xxh3.is_trusted.cache_clear()
     assert xxh3.is_trusted(torch.device("cpu"))
     xxh3.is_trusted.cache_clear()

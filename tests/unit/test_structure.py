@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "timzero": LIGHT,
     "shared.models": {"shared.kernels", "shared.config"},
     "shared.kernels": set(),
-    "shared.transfer": {"shared.wire"},
+    "shared.transfer": {"shared.wire", "shared.kernels"},
     "shared.wire": LIGHT,
     "shared.metrics": set(),
     "shared.process": {"shared.masking"},
