@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shared.kernels import current_device
 from shared.transfer import xxh3
 from shared.transfer.arena import ArenaLayout, Place
 from shared.wire.pb.weight_sync_pb2 import Manifest
@@ -37,7 +38,7 @@ def verify_flat(manifest: Manifest, layout: ArenaLayout, flat: Tensor, *, num_th
     """
     places = {p.name: p for p in layout.places}
     if flat.is_cuda and xxh3.is_trusted(flat.device):
-        with xxh3.launches_on(flat.device):
+        with current_device(flat.device):
             found = xxh3.digests(flat, [(places[e.name].offset, e.nbytes) for e in manifest.tensors])
         for e, got in zip(manifest.tensors, found, strict=True):
             if got != e.digest:
@@ -86,7 +87,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
     if device.type == "cuda" and xxh3.is_trusted(device):
         from shared.kernels.cuda.checksum import weighted_sums
 
-        with xxh3.launches_on(device):
+        with current_device(device):
             return weighted_sums(words, _WEIGHT)
     return torch.stack([_weighted_sum(w) for w in words])
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
+from shared.kernels import current_device
 from shared.wire.tensors import tensor_digest
 
 log = structlog.get_logger()
@@ -74,7 +74,7 @@ def is_trusted(device: torch.device) -> bool:
     data = np.random.default_rng(0).integers(0, 256, offsets[-1], np.uint8)
     parts = list(zip(offsets, lengths, strict=False))
     try:
-        with launches_on(device):
+        with current_device(device):
             got = digests(torch.from_numpy(data).to(device), parts)
     except (RuntimeError, triton.TritonError) as error:
         log.warning("weights are digested on the CPU", device=str(device), reason=str(error))
@@ -83,11 +83,6 @@ def is_trusted(device: torch.device) -> bool:
     if got != expected:
         log.warning("weights are digested on the CPU", device=str(device), reason=f"expected {expected}, got {got}")
     return got == expected
-
-
-def launches_on(device: torch.device) -> AbstractContextManager:
-    """Within, kernels run there: they are launched on a thread's current device, wherever their tensors lie."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _finish(states_L8: np.ndarray, ends: np.ndarray, lengths_L: np.ndarray) -> list[str]:

@@ -33,7 +33,9 @@ def test_parts_of_every_length_have_the_digests_of_the_library(lengths: list[int
     assert xxh3.digests(flat, parts) == expected(flat, parts)
 
 
-def test_tensors_walked_in_several_rounds_and_extreme_words_have_the_digests_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_walked_in_rounds_and_extreme_words_have_the_digests_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "MOST_SUMS", 40)
     flat, parts = buffer([33_000, 20_000, 9000, 100_000, 12_000], 7)
     flat[:33_000] = 255
