@@ -33,6 +33,14 @@ SHAPES = (
     (9, 3, 64, 128, 0, 30.0),
 )
 """(query heads, KV heads, head dim, page size, window, soft-cap)."""
+GRADIENTS = (
+    (16, 8, 128, 700, 0, 0.0),
+    (9, 3, 64, 333, 0, 0.0),
+    (8, 2, 80, 300, 100, 0.0),
+    (4, 4, 96, 300, 0, 5.0),
+    (4, 1, 256, 300, 70, 5.0),
+)
+"""(query heads, KV heads, head dim, tokens, window, soft-cap)."""
 FORWARD_SHAPES = (
     ForwardShape(16, False),
     ForwardShape(8, False),
@@ -120,34 +128,33 @@ def check() -> Iterator[Record]:
     yield from gradient_checks()
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float) -> torch.Tensor:
     """Causal attention of one sequence, [T, H, D], in the dtype given."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-    future = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
-    p = torch.softmax(scores.masked_fill(future, -float("inf")).to(torch.promote_types(q.dtype, torch.float32)), -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
+    if window:
+        hidden |= torch.ones_like(hidden).tril(-window)
+    p = torch.softmax(scores.masked_fill(hidden, -float("inf")).to(torch.promote_types(q.dtype, torch.float32)), -1)
     return torch.einsum("hqk,khd->qhd", p.to(q.dtype), v.repeat_interleave(group, 1))
 
 
 def gradient_checks() -> Iterator[Record]:
-    for heads, kv_heads, dim, tokens in ((16, 8, 128, 700), (9, 3, 64, 333)):
+    for heads, kv_heads, dim, tokens, window, cap in GRADIENTS:
         torch.manual_seed(tokens)
-        base = [normal(tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
-        grad = normal(tokens, heads, dim)
-        scale = dim**-0.5
-
-        def gradients(run: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
-            leaves = [x.to(dtype, copy=True).requires_grad_() for x in base]
-            run(*leaves).backward(grad.to(dtype))
-            return [x.grad.double() for x in leaves]  # type: ignore[union-attr]
-
-        exact = gradients(partial(dense, scale=scale), torch.float64)
-        plain = gradients(partial(dense, scale=scale), torch.bfloat16)
+        inputs = {n: normal(tokens, h, dim) for n, h in zip("qkv", (heads, kv_heads, kv_heads), strict=True)}
         packing = pack([tokens], heads // kv_heads, DEVICE)
-        ours = gradients(lambda *x: PackedAttention.apply(*x, packing, scale, 0, 0.0), torch.bfloat16)
-        found = dict(zip(("dq", "dk", "dv"), zip(exact, plain, ours, strict=True), strict=True))
-        params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens}
-        yield from gradient_errors("attention_gradient", found, params)
+        options = (dim**-0.5, window, cap)
+        params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens, "window": window, "softcap": cap}
+        yield from gradient_errors(
+            "attention_gradient",
+            lambda q, k, v, p=packing, o=options: PackedAttention.apply(q, k, v, p, *o),
+            lambda q, k, v, o=options: dense(q, k, v, *o),
+            inputs,
+            params,
+        )
 
 
 def decode_time(limits: dict[str, float]) -> Iterator[Record]:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from rich.progress import track
 
-from benchmarks.harness import Budget, Record, Timing, graph_times
+from benchmarks.harness import Budget, Record, Timing, gradient_errors, graph_times
 from shared.kernels.certify import Table, use_cublaslt_without_split_k
 from shared.kernels.cuda import linear
 from shared.kernels.cuda.fast import use_library_defaults
 from shared.kernels.cuda.gemm import REFERENCE
 from shared.kernels.cuda.gemm import gemm as run_tile
+from shared.kernels.cuda.linear import Linear
 from shared.kernels.cuda.replay import copies_beyond_cache
 
 MODELS = {
@@ -98,6 +99,8 @@ class Products:
                 "kernels", "certification", case.params | members, "exact", "row_counts_compared", entry.checked, ""
             )
             yield dispatched(case)
+            if case.part == "o":
+                yield from gradient_checks(case)
 
     def time(self, limits: dict[str, float]) -> Iterator[Record]:
         """Inside replayed graphs, as the engine runs them, over as many weights as overflow the L2."""
@@ -126,6 +129,17 @@ class Products:
         for m in GRADIENT_ROWS:
             params = case.params | {"m": m, "gradient": "weight"}
             yield params, partial(weight_gradient, params)
+
+
+def gradient_checks(case: Case) -> Iterator[Record]:
+    x, weight = (torch.randn(rows, case.k, device="cuda", dtype=torch.bfloat16) for rows in (300, case.n))
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return Linear.apply(x, weight, None, table().linear)
+
+    yield from gradient_errors(
+        "linear_gradient", ours, torch.nn.functional.linear, {"x": x, "weight": weight}, case.params
+    )
 
 
 def dispatched(case: Case) -> Record:

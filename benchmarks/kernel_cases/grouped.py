@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from benchmarks.harness import Record, cuda_time
+from benchmarks.harness import Record, cuda_time, gradient_errors
 from shared.kernels.cuda.gemm import REFERENCE, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 
@@ -18,7 +20,7 @@ def batch(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, chosen.indices, torch.softmax(chosen.values, -1)
 
 
-def check() -> list[Record]:
+def check() -> Iterator[Record]:
     x, experts, gates = batch(1000)
     weight = torch.randn(EXPERTS, INNER, HIDDEN, device="cuda", dtype=torch.bfloat16)
     back = torch.randn(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
@@ -40,9 +42,33 @@ def check() -> list[Record]:
         alone = torch.empty(end - begin, INNER, device="cuda", dtype=torch.bfloat16)
         gemm(x[routing.source[begin:end].long()], weight[e], REFERENCE, bias=None, out=alone)
         bits += int((alone.view(torch.int16) != grouped[begin:end].view(torch.int16)).sum())
-    return [
-        Record("kernels", "grouped_linear", {"experts": EXPERTS, "k": TOP_K}, "exact", "differing_bits", bits, "bits")
-    ]
+    params = {"experts": EXPERTS, "k": TOP_K}
+    yield Record("kernels", "grouped_linear", params, "exact", "differing_bits", bits, "bits")
+    yield from gradient_checks()
+
+
+def gradient_checks() -> Iterator[Record]:
+    """Two products of each expert and the combine, of a small layer; the last expert has no token."""
+    tokens, num_experts, top_k, hidden, inner = 300, 17, 4, 256, 128
+    torch.manual_seed(0)
+    experts = torch.rand(tokens, num_experts - 1, device="cuda").topk(top_k, dim=-1).indices
+    routing = route(experts, num_experts)
+
+    def ours(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        rows = grouped_linear(x, up, routing, gather=True)
+        return combine(grouped_linear(rows, down, routing, gather=False), gates.float(), routing)
+
+    def plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for e in range(num_experts):
+            token, slot = (experts == e).nonzero(as_tuple=True)
+            out = out.index_add(0, token, x[token] @ up[e].t() @ down[e].t() * gates[token, slot, None])
+        return out
+
+    shapes = {"x": (tokens, hidden), "up": (num_experts, inner, hidden), "down": (num_experts, hidden, inner)}
+    inputs = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name, shape in shapes.items()}
+    inputs["gates"] = torch.rand(tokens, top_k, device="cuda", dtype=torch.bfloat16)
+    yield from gradient_errors("grouped_linear_gradient", ours, plain, inputs)
 
 
 def time(limits: dict[str, float]) -> list[Record]:

@@ -151,6 +151,16 @@ def test_experts_give_each_row_the_bits_of_its_own_product(block: int) -> None:
     torch.testing.assert_close(combine(rows, gates, routing).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("by_slot", "total"), [((1e8, -1e8, 1.0), 1.0), ((1e8, 1.0, -1e8), 0.0)])
+def test_a_tokens_results_are_added_in_the_order_of_its_slots(by_slot: tuple[float, ...], total: float) -> None:
+    """Whichever experts they come from; 1e8 swallows what is added to it, not what comes after it is gone."""
+    experts = torch.tensor([[2, 0, 1], [0, 1, 2], [1, 2, 0], [2, 1, 0]])
+    routing = route(experts, 3, 16)
+    rows = torch.empty(12, 8)
+    rows[routing.place.long()] = torch.tensor(by_slot)[None, :, None].expand(4, 3, 8)
+    assert same_bits(combine(rows, torch.ones(4, 3), routing), torch.full((4, 8), total))
+
+
 def test_a_tokens_experts_do_not_depend_on_its_batch() -> None:
     x, weight = wide(12, 32), wide(4, 16, 32, seed=1)
     generator = torch.Generator().manual_seed(0)

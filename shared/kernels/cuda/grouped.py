@@ -23,13 +23,15 @@ def grouped_kernel(
     x, w, y, source, group_start, tile_expert, tile_first, N, K, stride_x, stride_e, stride_w, stride_y,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(1)
+    # one axis: a grid's others end at 65,535, and a long batch has more tiles
+    num_n = tl.cdiv(N, BN)
+    tile = tl.program_id(0) // num_n
     expert = tl.load(tile_expert + tile)
     if expert >= 0:
         first = tl.load(tile_first + tile)
         end = tl.load(group_start + expert + 1)
         rt = first + tl.arange(0, BT)
-        rn = tl.program_id(0) * BN + tl.arange(0, BN)
+        rn = tl.program_id(0) % num_n * BN + tl.arange(0, BN)
         rk = tl.arange(0, BK)
         ok = rt < end
         if GATHER:
@@ -148,7 +150,7 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, routing: Routing, gather: bo
     n, k = weight.shape[1], weight.shape[2]
     out = torch.empty(routing.source.shape[0], n, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = (64, 128, 4) if routing.block <= 32 else (128, 64, 4 if routing.block <= 64 else 8)
-    grouped_kernel[(triton.cdiv(n, block_n), routing.tile_expert.shape[0])](
+    grouped_kernel[(triton.cdiv(n, block_n) * routing.tile_expert.shape[0],)](
         x, weight, out, routing.source, routing.group_start, routing.tile_expert, routing.tile_first, n, k, x.stride(0),
         weight.stride(0), weight.stride(1), out.stride(0), BT=routing.block, BN=block_n, BK=block_k, GATHER=gather,
         num_warps=warps, num_stages=4,
