@@ -79,7 +79,7 @@ class Meters:
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="prepare").observe(seconds)
 
     def committed(self, model: ServedModel, result: CommitResult, kernels: dict[str, str]) -> None:
-        metric(names.KERNELS).labels(role="rollout").info(kernels)
+        metric(names.KERNELS).labels(role="rollout").info({**kernels, "fingerprint": model.numerics.fingerprint})
         metric(names.POLICY_STEP).labels(role="rollout", member=self._replica).set(model.version.step)
         metric(names.WEIGHT_SYNC_SECONDS).labels(phase="commit").observe(result.pause_s)
         metric(names.PARITY_MISMATCH).labels(replica=self._replica).inc(result.probe_differing)

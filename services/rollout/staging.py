@@ -119,7 +119,9 @@ class Staging:
         key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)
         if self._numerics is None or self._numerics[0] != key:
             device = self._loop.engine.config.device
-            self._numerics = key, await asyncio.wrap_future(self._loop.call(lambda: certified(run, device)))
+            numerics = await asyncio.wrap_future(self._loop.call(lambda: certified(run, device)))
+            self._numerics = key, numerics
+            log.info("kernels certified", fingerprint=numerics.fingerprint, products=numerics.ops.describe()["linear"])
         return self._numerics[1]
 
     def _base_of(self, manifest: Manifest) -> ServedModel | None:

@@ -49,7 +49,7 @@ def open_session(config: RunConfig, service: TrainerConfig, link: Link, board: S
     link.take_over(config.run, next_step=step)
     kernels = learner.decoder.ops.describe()
     board.set(kernels=kernels, fingerprint=numerics, epoch=link.epoch, checkpoint_step=step, step=step)
-    report.export_kernels(kernels)
+    report.export_kernels(kernels, numerics)
     session = Session(config, learner, link, board, directory, numerics, step, service)
     session.publish_lost(at_start=True)
     log.info("run loaded", run=config.run, step=step, resumed=newest is not None, fingerprint=numerics)

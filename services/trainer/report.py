@@ -179,6 +179,6 @@ def export_checkpoint(run: str, step: int) -> None:
     metric(names.CHECKPOINT_STEP).labels(run=run).set(step)
 
 
-def export_kernels(kernels: Mapping[str, str]) -> None:
-    """The implementations executed, read back."""
-    metric(names.KERNELS).labels(role="trainer").info(dict(kernels))
+def export_kernels(kernels: Mapping[str, str], fingerprint: str) -> None:
+    """The implementations executed, read back, and what their bits are a property of."""
+    metric(names.KERNELS).labels(role="trainer").info({**kernels, "fingerprint": fingerprint})

@@ -82,7 +82,12 @@ DROPPED_ROWS = Metric(
 RUNNING_SEQUENCES = Metric("timzero_running_sequences", "gauge", "Sequences in the batch", ("replica",))
 WAITING_SEQUENCES = Metric("timzero_waiting_sequences", "gauge", "Sequences waiting for a place", ("replica",))
 KV_USAGE = Metric("timzero_kv_usage_ratio", "gauge", "Share of KV pages in use", ("replica",))
-KERNELS = Metric("timzero_kernels", "info", "Implementation executed per operation, read back", ("role",))
+KERNELS = Metric(
+    "timzero_kernels",
+    "info",
+    "Implementation executed per operation, read back, and the fingerprint of its numerics",
+    ("role",),
+)
 
 # weights
 POLICY_STEP = Metric("timzero_policy_step", "gauge", "Version held", ("role", "member"))

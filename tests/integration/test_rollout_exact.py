@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from services.rollout.kv_cache import PagePool
+from services.rollout.offline import group_of
+from shared.wire.types import SamplingParams
 from tests.integration.rollout_fixture import (
     PROBES,
     Driver,
+    Result,
     manifest_of,
     served_model,
     trainer_decoder,
@@ -94,6 +97,7 @@ def test_preemption_does_not_matter(reference, page_size):
     dtype, results = reference
     driver, preempted = generate(dtype, page_size=page_size, kv_cache_tokens=176)
     assert driver.engine.scheduler.num_preemptions > 0
+    assert driver.engine.scheduler.num_prefix_hit_tokens > 0, "who comes back finds cached pages"
     assert_same(preempted, results)
 
 
@@ -172,6 +176,24 @@ def test_per_request_parameters_do_not_leak_into_neighbours(reference):
     mixed = driver.run()
     assert_same({t: mixed[t] for t in results}, results)
     assert all(len(set(mixed[t].tokens)) >= 1 and mixed[t].finish for t in mixed)
+
+
+def test_each_requests_seed_is_its_own():
+    """Requests of equal prompts, numbers and samples, told apart by nothing else, side by side and alone."""
+    seeds = (3, 4, 2**64 - 1)
+
+    def tokens(*seeds):
+        driver = Driver()
+        groups = [group_of([1, 2, 3], SamplingParams(max_tokens=12), samples=1, number=0, seed=seed) for seed in seeds]
+        for seed, group in zip(seeds, groups, strict=True):
+            group[0].trajectory_id = str(seed)
+            driver.results[str(seed)] = Result()
+            driver.engine.submit(group, driver.engine.model)
+        return [driver.run()[str(seed)].tokens for seed in seeds]
+
+    together = tokens(*seeds)
+    assert together == [*tokens(3), *tokens(4), *tokens(2**64 - 1)]
+    assert len({tuple(t) for t in together}) == len(seeds)
 
 
 def test_top_k_1_is_greedy_whatever_the_temperature():

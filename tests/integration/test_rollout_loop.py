@@ -1,5 +1,6 @@
 """The engine loop's own promises: commands in order, nothing enters a version that is being left, faults reach everyone."""
 
+import asyncio
 import threading
 
 import pytest
@@ -159,6 +160,26 @@ def test_a_fault_ends_the_loop_and_everything_that_waits_for_it(harness):
             future.result(DEADLINE_S)
     assert harness.over.wait(DEADLINE_S)
     assert isinstance(harness.ended[0], MemoryError)
+
+
+def test_the_engine_waits_for_nobody_who_takes_its_tokens(monkeypatch):
+    """The server's event loop stands still until the last token is sampled; then everything is there, in order."""
+    event_loop = asyncio.new_event_loop()
+    deliver = Harness._deliver
+    monkeypatch.setattr(
+        Harness, "_deliver", lambda self, outputs: event_loop.call_soon_threadsafe(deliver, self, outputs)
+    )
+    harness = Harness()
+    sample, submitted = harness.submit(harness.models[0], max_tokens=30)
+    submitted.result(DEADLINE_S)
+    harness.loop.commit(harness.models[1], is_drain=True).result(DEADLINE_S)
+    assert sample.num_sampled_tokens == 30
+    assert not harness.chunks, "nobody has taken one"
+    event_loop.call_soon(event_loop.stop)
+    event_loop.run_forever()
+    assert [i for chunk in harness.chunks for i in chunk.token_ids] == sample.token_ids[3:]
+    harness.loop.stop(DEADLINE_S)
+    event_loop.close()
 
 
 def test_every_step_is_counted_and_on_a_cpu_none_replays_a_graph():

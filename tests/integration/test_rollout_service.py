@@ -191,7 +191,12 @@ def test_status_and_metrics_say_what_ran(version0):
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).text
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(lines['timzero_sampled_tokens_total{replica="r0"}']) >= status.num_sampled_tokens
-    assert 'attention="attention.attention"' in next(k for k in lines if k.startswith("timzero_kernels_info"))
+    kernels = next(k for k in lines if k.startswith("timzero_kernels_info"))
+    assert 'attention="attention.attention"' in kernels
+    assert f'fingerprint="{status.fingerprint}"' in kernels
+    event = "kernels certified"
+    line = next((line for line in process.log if line["event"] == event), None) or process.wait_for(event)
+    assert (line["fingerprint"], line["products"]) == (status.fingerprint, status.kernels["linear"])
 
 
 def test_a_full_line_is_refused_and_empties_again(version0):

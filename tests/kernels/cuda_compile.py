@@ -112,8 +112,6 @@ def compile_all(ops: CudaOps) -> None:
         ((9, 3, 64), 1, {"sliding_window": 100}),
         ((8, 1, 80), 16, {"softcap": 30.0}),
         ((4, 1, 256), 256, {}),
-        ((4, 4, 96), 32, {"sliding_window": 100, "softcap": 30.0}),
-        ((4, 2, 256), 64, {"sliding_window": 100, "softcap": 30.0}),
     ):
         attend(ops, heads, page_size, **options)
     q, k = half(300, 16, 128), half(300, 8, 128)

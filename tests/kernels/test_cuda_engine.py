@@ -92,6 +92,17 @@ def test_padded_steps_exact_steps_and_the_trainer_give_the_same_bits(tmp_path):
     assert_padding_shows_nowhere("qwen3", tmp_path, groups=2)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_head_sees_the_rows_that_are_sampled_and_no_others(tmp_path, monkeypatch):
+    rows, logits = [], CudaOps._logits
+    monkeypatch.setattr(CudaOps, "_logits", lambda self, x, w: rows.append(len(x)) or logits(self, x, w))
+    engine = engine_of(tmp_path, model_of(), max_chunk_tokens=16)
+    engine.submit([*range(40)], max_tokens=2)
+    engine.run()
+    assert engine.times.num_tokens == 41
+    assert rows == [1, 1], "neither prompts nor padding"
+
+
 def test_decode_steps_are_captured_beforehand_up_to_the_largest_that_is_ever_replayed(tmp_path, monkeypatch):
     monkeypatch.setattr("services.rollout.graphs.FEW_TOKENS", 20)
     monkeypatch.setattr("services.rollout.graphs.LAUNCH_PRODUCTS", 0)

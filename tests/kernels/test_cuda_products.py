@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shared.kernels import InexactKernelError
+from shared.kernels.__main__ import lines
 from shared.kernels.certify import BUCKETS, Entry, Table, UncertifiedError, shape_key
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
@@ -86,6 +87,18 @@ def test_the_table_survives_its_file_and_its_neighbours(tmp_path: Path) -> None:
     assert third.describe()["6x8 bfloat16 float32 bias"] == REFERENCE.name
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [third.path.name]
     assert set(json.loads(third.path.read_text())) == set(third.entries)
+
+
+def test_the_table_is_printed_bucket_by_bucket(tmp_path: Path) -> None:
+    table, entry = Table(tmp_path), distinct_entry()
+    entry.checked, entry.rejected = 513, {"cublaslt": "differs at 1 rows"}
+    table.record(shape_key(4, 8, *FLOAT, False), entry)
+    head, shape, *rows = lines(table)
+    assert head == f"1 shapes in {table.path}"
+    assert shape == "4x8 float32 float32: 513 products compared, 1 candidates rejected"
+    assert len(rows) == len(BUCKETS) + 1
+    assert rows[5].split() == ["to", "24", "rows", "5.0", "us", entry.members[5]]
+    assert rows[-1].split() == ["to", "1024", "rows", "in", "multiples", "of", "128", "cublaslt"]
 
 
 def test_a_shape_without_an_entry_is_refused_where_it_cannot_be_certified(tmp_path: Path) -> None:

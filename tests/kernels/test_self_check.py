@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
+from shared.kernels.__main__ import main
 from shared.kernels.linear import padded_linear
 from shared.kernels.ops import Ops
 from tests.kernels.kernel_testing import DTYPES
@@ -61,3 +62,10 @@ def test_modes_and_devices_without_kernels_are_refused() -> None:
         build_ops("quick")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="use device 'cpu'"):
         build_ops("exact", "meta")
+
+
+def test_what_exact_mode_is_here_is_printed_or_why_there_is_none(capsys: pytest.CaptureFixture) -> None:
+    assert main(["48x32"]) == 0
+    assert capsys.readouterr().out.startswith("mode=exact ")
+    assert main(["48"]) == 2
+    assert "must be like 4096x2048, got 48" in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """Sizes of captured steps, and the block that a step's inputs are sent in."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +82,38 @@ def test_without_a_gpu_a_captured_function_just_runs():
     graphs = Graphs(torch.device("cpu"), is_enabled=True)
     assert [graphs.run("key", lambda: calls.append(1) or len(calls)) for _ in range(3)] == [1, 2, 3]
     assert len(graphs) == 0
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_so_does_what_comes_later(monkeypatch):
+    """Torch's part is played, since a CPU captures nothing."""
+    replayed, streams, is_refused = [], [], False
+
+    @contextmanager
+    def capture(graph, **_):
+        if is_refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    stream = SimpleNamespace(device=torch.device("cuda"))
+    graph = SimpleNamespace(replay=lambda: replayed.append(1))
+    for name, value in (
+        ("current_stream", lambda: stream),
+        ("graph_pool_handle", int),
+        ("CUDAGraph", lambda: graph),
+        ("graph", capture),
+        ("set_stream", streams.append),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("services.rollout.graphs._capture_stream", lambda device: None)
+    graphs = Graphs(torch.device("cuda"), is_enabled=True)
+    assert [graphs.run("good", lambda: "good") for _ in range(2)] == ["good", "good"]
+    assert (len(graphs), len(replayed), graphs.describe()) == (1, 1, "1 captured")
+    is_refused = True
+    assert [graphs.run("bad", lambda: "bad") for _ in range(2)] == ["bad", "bad"]
+    assert streams == [stream], "the failed capture's stream is left, and no other capture is tried"
+    is_refused = False
+    assert [graphs.run(key, lambda: "good") for key in ("good", "later")] == ["good", "good"]
+    assert (len(graphs), len(replayed)) == (1, 2), "what was captured before is replayed"
 
 
 def test_fields_are_aligned_and_what_a_step_fills_in_arrives():
