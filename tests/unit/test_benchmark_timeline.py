@@ -59,4 +59,11 @@ def test_the_first_two_steps_and_the_last_are_not_timed():
 def test_a_metrics_page_is_summed_over_labels_and_kept_by_phase_and_by_transport():
     counter = '# TYPE a counter\na_total{x="1",phase="idle"} 2\na_total{x="2"} 3\na_total{transport="shm"} 4\n'
     page = counter + '# TYPE b histogram\nb_bucket{le="+Inf"} 1\nb_sum 0.5\nb_count 1\n'
-    assert parse(page) == {"a_total": 9.0, "a_total:idle": 2.0, "a_total:shm": 4.0, "b_bucket": 1.0, "b_sum": 0.5, "b_count": 1.0}
+    assert parse(page) == {
+        "a_total": 9.0,
+        "a_total:idle": 2.0,
+        "a_total:shm": 4.0,
+        "b_bucket": 1.0,
+        "b_sum": 0.5,
+        "b_count": 1.0,
+    }
