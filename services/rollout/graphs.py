@@ -21,8 +21,8 @@ FEW_TOKENS = 1024
 """A captured step may have so many whatever the model, and no more with long contexts, which come in many combinations."""
 LAUNCH_PRODUCTS = 2e11
 """Products of a weight and a token in the time that the host takes to launch a layer: about a millisecond, at 4e14 FLOP/s."""
-PROMPTS = 16
-"""Chunks of prompts in a captured step: at most so many, or four times as many, and so on."""
+PROMPT_PARTS, LONG_PARTS = 4, 2
+"""Sizes between two powers of two, of steps with prompts and of steps with long contexts."""
 SCRATCH_BYTES = 1 << 30
 """Of the partial results of a captured step's split contexts, at most."""
 MOST_GRAPHS = 512
@@ -63,15 +63,15 @@ def padded(size: int, *, parts: int = 8) -> int:
     return -(-size // step) * step
 
 
-def padded_sizes(largest: int) -> list[int]:
+def padded_sizes(largest: int, *, parts: int = 8) -> list[int]:
     """Every captured size up to the one that holds `largest`, descending."""
-    sizes = [padded(largest)]
+    sizes = [padded(largest, parts=parts)]
     while sizes[-1] > 1:
         # The largest size that holds one less than what the last one's predecessor cannot.
         below = sizes[-1] - 1
-        while padded(below) == sizes[-1]:
+        while padded(below, parts=parts) == sizes[-1]:
             below -= 1
-        sizes.append(padded(below))
+        sizes.append(padded(below, parts=parts))
     return sizes
 
 
@@ -87,29 +87,25 @@ def most_tokens(layer_weights: int) -> int:
     return max(FEW_TOKENS, int(LAUNCH_PRODUCTS / layer_weights))
 
 
-def most_prompts(max_running: int) -> int:
-    """Chunks of prompts in a captured step, at most."""
-    return max(max_running, PROMPTS)
+def most_tiles(tokens: int, *, tile_queries: int, max_running: int) -> int:
+    """Of the prompts in a step of so many tokens: each chunk, of two tokens at least, may leave a tile partly filled."""
+    return tokens // tile_queries + min(tokens // 2, max_running)
 
 
-def capturable(
-    shape: Shape, *, num_prompts: int, tile_queries: int, max_running: int, most_tokens: int
-) -> Shape | None:
+def capturable(shape: Shape, *, tile_queries: int, max_running: int, most_tokens: int) -> Shape | None:
     """The captured shape that holds an exact one, or None.
 
     Args:
-        num_prompts: chunks with more than one token.
         tile_queries: of a prompt's tile.
         max_running: sequences in a step, at most.
         most_tokens: of a captured step.
     """
-    # Long contexts come in many combinations, and beside their keys a few padded rows cost nothing: sizes by halves of powers.
-    tokens = padded(shape.tokens, parts=2) if shape.longs else padded(shape.tokens)
+    # Prompts come in any size, and a shape that was not seen before costs the time of many steps: all are captured at the start,
+    # so they are few. Long contexts come in more combinations still, and beside their keys padded rows cost nothing.
+    parts = LONG_PARTS if shape.longs else PROMPT_PARTS if shape.tiles else 8
+    tokens = padded(shape.tokens, parts=parts)
     if tokens > (min(most_tokens, FEW_TOKENS) if shape.longs else most_tokens):
         return None
-    prompts = PROMPTS
-    while prompts < num_prompts:
-        prompts *= 4
     most_ones = min(tokens, padded(max_running))
     longs = 0
     if shape.longs:
@@ -122,8 +118,7 @@ def capturable(
         longs=longs,
         chunks=1 << (shape.chunks - 1).bit_length() if longs else 1,
         chunk=shape.chunk,
-        # Tiles are cut per chunk of a prompt, so that each may leave one partly filled.
-        tiles=tokens // tile_queries + min(prompts, most_prompts(max_running)) if shape.tiles else 0,
+        tiles=most_tiles(tokens, tile_queries=tile_queries, max_running=max_running) if shape.tiles else 0,
     )
 
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from services.rollout.blocks import Block, Fields, Views, clear
 from services.rollout.config import RolloutConfig
 from services.rollout.graphs import (
+    LONG_PARTS,
+    PROMPT_PARTS,
     SCRATCH_BYTES,
     Graphs,
     Shape,
     capturable,
-    most_prompts,
+    most_tiles,
     most_tokens,
     padded,
     padded_sizes,
@@ -84,10 +86,8 @@ class PagedRunner(ModelRunner):
     def _allocate(self) -> KVCache:
         n, run = self.config.max_running, self.model.run
         self._most_rows = padded(n)
-        num_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (2, 8))
-        # Each chunk of a prompt may leave a tile partly filled.
-        most_tiles = num_tokens // self._tile_queries + most_prompts(n)
-        fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=most_tiles)
+        num_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (LONG_PARTS, PROMPT_PARTS, 8))
+        fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=self._most_tiles(num_tokens))
         self._block = Block(fields, num_tokens=num_tokens, device=self.device)
         self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
         self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
@@ -102,7 +102,7 @@ class PagedRunner(ModelRunner):
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
         shape = self._shape(batch.q_lens_S, batch.ends_S)
         has_scorings = not batch.is_decode and not self.tables.is_sample[batch.slots_S].all()
-        fitting = self._captured(shape, int((batch.q_lens_S > 1).sum())) if self.config.cuda_graphs else None
+        fitting = self._captured(shape) if self.config.cuda_graphs else None
         # Scorings have any shape, and are few: they are not worth a capture, but the probe's is there. Where rows are drawn as
         # well, that replay would overwrite the hidden states.
         if has_scorings and (len(batch.samples) or fitting not in self._graphs):
@@ -142,11 +142,13 @@ class PagedRunner(ModelRunner):
             tiles=int((-(-q_lens_S[~is_one] // self._tile_queries)).sum()),
         )
 
-    def _captured(self, shape: Shape, num_prompts: int) -> Shape | None:
-        """The captured shape that holds an exact one with so many chunks of more than one token, or None: it runs eagerly."""
+    def _most_tiles(self, tokens: int) -> int:
+        return most_tiles(tokens, tile_queries=self._tile_queries, max_running=self.config.max_running)
+
+    def _captured(self, shape: Shape) -> Shape | None:
+        """The captured shape that holds an exact one, or None: it runs eagerly."""
         found = capturable(
             shape,
-            num_prompts=num_prompts,
             tile_queries=self._tile_queries,
             max_running=self.config.max_running,
             most_tokens=self._most_captured,
@@ -220,7 +222,8 @@ class PagedRunner(ModelRunner):
         return host.copy_(values, non_blocking=True)
 
     def _warm_up(self) -> None:
-        """Captures decode steps and draws of every size, and whatever they compile and certify; what runs eagerly just runs."""
+        """Captures draws, decode steps and steps with prompts of every size, and whatever they compile and certify; what runs
+        eagerly just runs."""
         if not self.config.cuda_graphs or self.device.type != "cuda":
             return
         for exact, captured in self._decode_steps():
@@ -231,9 +234,9 @@ class PagedRunner(ModelRunner):
                 self._forward(exact)
             self._graphs.run(("draw", exact.tokens), partial(self._draw_rows, exact.tokens, {}))
         probe = self._probe_step()
-        if probe is not None:
-            self._send_nothing(probe.tokens)
-            self._graphs.run(probe, partial(self._forward, probe))
+        for captured in (*self._prompt_steps(), *([] if probe is None else [probe])):
+            self._send_nothing(captured.tokens)
+            self._graphs.run(captured, partial(self._forward, captured))
 
     def _probe_step(self) -> Shape | None:
         """Of the run's probe, as it is captured: every version is proved by it while sampling stands still."""
@@ -241,7 +244,7 @@ class PagedRunner(ModelRunner):
         if not lengths:
             return None
         q_lens_S = np.array(lengths, np.int64)
-        return self._captured(self._shape(q_lens_S, q_lens_S), int((q_lens_S > 1).sum()))
+        return self._captured(self._shape(q_lens_S, q_lens_S))
 
     def _decode_steps(self) -> Iterator[tuple[Shape, Shape | None]]:
         """Decode steps of every padded number of sequences, descending, each with the shape it is captured in; None: eager."""
@@ -249,7 +252,15 @@ class PagedRunner(ModelRunner):
         for size in padded_sizes(min(self.config.max_running, self.config.max_step_tokens)):
             chunk = self.ops.choose_chunk(size * kv_heads, 1)
             exact = Shape(tokens=size, ones=size, longs=0, chunks=1, chunk=chunk, tiles=0)
-            yield exact, self._captured(exact, num_prompts=0)
+            yield exact, self._captured(exact)
+
+    def _prompt_steps(self) -> Iterator[Shape]:
+        """The captured shapes of steps with prompts and without long contexts, descending."""
+        chunk = self.ops.choose_chunk(self.model.run.model.num_kv_heads, 1)
+        for size in padded_sizes(min(self.config.max_step_tokens, self._most_captured), parts=PROMPT_PARTS):
+            captured = self._captured(Shape(tokens=size, ones=0, longs=0, chunks=1, chunk=chunk, tiles=1))
+            if captured is not None:
+                yield captured
 
     def _send_nothing(self, num_tokens: int) -> None:
         host = self._block.next_host(num_tokens)
@@ -263,8 +274,7 @@ class PagedRunner(ModelRunner):
         tokens = self.config.max_step_tokens
         self.cache = KVCache(run.model, self.config.page_size, run.dtype, self.device)
         chunk = self.ops.choose_chunk(run.model.num_kv_heads, 1)
-        tiles = tokens // self._tile_queries + most_prompts(self.config.max_running)
-        shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=tiles)
+        shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=self._most_tiles(tokens))
         self._send_nothing(tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -16,7 +16,7 @@ from services.rollout.graphs import (
     Graphs,
     Shape,
     capturable,
-    most_prompts,
+    most_tiles,
     padded,
     padded_sizes,
 )
@@ -35,9 +35,21 @@ def test_less_than_an_eighth_of_a_captured_step_is_padding(size):
     assert size <= 8 or holds - size < size / 8
 
 
-@given(st.integers(1, 3000))
-def test_the_captured_sizes_are_those_that_padding_leads_to(largest):
-    assert padded_sizes(largest) == sorted({padded(n) for n in range(1, largest + 1)}, reverse=True)
+@given(st.integers(1, 3000), st.sampled_from([2, 4, 8]))
+def test_the_captured_sizes_are_those_that_padding_leads_to(largest, parts):
+    sizes = {padded(n, parts=parts) for n in range(1, largest + 1)}
+    assert padded_sizes(largest, parts=parts) == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.integers(2, 700), min_size=1, max_size=300), st.integers(0, 200))
+def test_a_step_with_prompts_has_the_shape_that_is_captured_at_the_start_for_its_tokens(prompts, num_ones):
+    limits = {"tile_queries": 64, "max_running": 600, "most_tokens": 1 << 20}
+    num_tokens = num_ones + sum(prompts)
+    step = Shape(num_tokens, num_ones, 0, 1, 1024, sum(-(-n // 64) for n in prompts))
+    found = capturable(step, **limits)
+    assert found is not None
+    assert found == capturable(Shape(found.tokens, 0, 0, 1, 1024, 1), **limits)
+    assert found.tokens in padded_sizes(num_tokens, parts=4)
 
 
 SHAPES = st.builds(
@@ -57,17 +69,15 @@ SHAPES = st.builds(
 def test_a_captured_shape_holds_the_exact_one_or_there_is_none(shape, prompts, tile_queries, most_tokens):
     num_tiles = sum(-(-n // tile_queries) for n in prompts)
     exact = shape._replace(tokens=shape.ones + shape.longs + sum(prompts), tiles=num_tiles)
-    if not 0 < shape.ones + shape.longs <= 300:
+    if not 0 < shape.ones + shape.longs + len(prompts) <= 300:
         return
-    found = capturable(
-        exact, num_prompts=len(prompts), tile_queries=tile_queries, max_running=300, most_tokens=most_tokens
-    )
+    found = capturable(exact, tile_queries=tile_queries, max_running=300, most_tokens=most_tokens)
+    parts = 2 if exact.longs else 4 if prompts else 8
     if found is None:
-        limit = min(most_tokens, FEW_TOKENS) if exact.longs else most_tokens
-        assert padded(exact.tokens, parts=2 if exact.longs else 8) > limit
+        assert padded(exact.tokens, parts=parts) > (min(most_tokens, FEW_TOKENS) if exact.longs else most_tokens)
         return
-    assert found.tiles <= found.tokens // tile_queries + most_prompts(300)
-    assert exact.tokens <= found.tokens == padded(exact.tokens, parts=2 if exact.longs else 8)
+    assert found.tiles <= most_tiles(found.tokens, tile_queries=tile_queries, max_running=300)
+    assert exact.tokens <= found.tokens == padded(exact.tokens, parts=parts)
     assert found.tiles >= num_tiles
     assert found.chunks >= exact.chunks or not exact.longs
     if found.ones:
