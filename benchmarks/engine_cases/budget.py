@@ -86,7 +86,8 @@ def caught(ops: Ops) -> Iterator[dict[str, list[Call]]]:
 
 
 SETTINGS = (
-    "activate", "certify_linear", "choose_chunk", "describe", "identity", "machine", "use_linear", "widen_head",
+    "activate", "certify_linear", "choose_chunk", "describe", "identity", "machine", "settle_attention", "use_linear",
+    "widen_head",
 )  # fmt: skip
 """Methods of operations that compute nothing."""
 

@@ -13,10 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Record, Timing, cuda_time, gradient_errors, graph_time
 from shared.kernels.attention_layout import AttentionLayout
+from shared.kernels.cuda import attention_choice
 from shared.kernels.cuda.attention import attention
 from shared.kernels.cuda.attention_cached import CachedRows, allocate_partials, attend_cached
 from shared.kernels.cuda.attention_math import CHUNK, cut_tiles
-from shared.kernels.cuda.attention_packed import FORWARD, ForwardShape, PackedAttention, pack, packed_forward
+from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
+from shared.models import packed_layout
 
 DEVICE = torch.device("cuda")
 NUM_CASES = 200
@@ -49,7 +51,7 @@ FORWARD_SHAPES = (
     ForwardShape(8, True, num_stages=2),
     ForwardShape(8, True, num_stages=4),
 )
-"""Ways to compile the training forward, all of one class; the fastest is to become `FORWARD`."""
+"""Ways to compile the plain training forward, all of one class; the fastest is to become `attention_packed.FORWARD`."""
 DECODES = ((256, 768), (64, 2048), (4, 32768), (1, 32768), (1, 131072))
 """(sequences, context)."""
 DECODE_OPTIONS = ({"num_stages": 2}, {"num_stages": 4}, {"num_warps": 4})
@@ -100,7 +102,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def check() -> Iterator[Record]:
     rng = random.Random(0)
-    bits = compared = shape_bits = 0
+    bits = compared = shape_bits = packed_bits = 0
     for case in track(range(NUM_CASES), description="attention bits"):
         heads, kv_heads, dim, page, window, cap = SHAPES[case % len(SHAPES)]
         lens = [
@@ -113,9 +115,11 @@ def check() -> Iterator[Record]:
         options = {"scale": dim**-0.5, "window": window, "softcap": cap}
         packed, _ = packed_forward(q, k, v, packing, **options)
         keys, values, table = paged(k, v, lens, page)
+        attend = partial(attention, scale=dim**-0.5, sliding_window=window or None, softcap=cap or None)
+        packed_bits += differing(attend(q, k, v, packed_layout(lens)), packed)
         for chunk in (1, rng.choice([2, 7, 17, 33]), 64, 512, max(lens)):
             layout = cut(lens, chunk, table, page)
-            got = attention(q, keys, values, layout, dim**-0.5, sliding_window=window or None, softcap=cap or None)
+            got = attend(q, keys, values, layout)
             bits += differing(got, packed)
             compared += sum(lens)
         if case % len(SHAPES) == 0:
@@ -123,6 +127,8 @@ def check() -> Iterator[Record]:
                 shape_bits += differing(packed_forward(q, k, v, packing, **options, shape=shape)[0], packed)
     params = {"cases": NUM_CASES, "queries_compared": compared}
     yield Record("kernels", "attention_phases", params, "exact", "differing_bits", bits, "bits")
+    of_kernel = {"cases": NUM_CASES, "kernel": attention_choice.describe()}
+    yield Record("kernels", "attention_packed_forward", of_kernel, "exact", "differing_bits", packed_bits, "bits")
     params = {"shapes": len(FORWARD_SHAPES)}
     yield Record("kernels", "attention_forward_shapes", params, "exact", "differing_bits", shape_bits, "bits")
     yield from gradient_checks()
@@ -145,12 +151,18 @@ def gradient_checks() -> Iterator[Record]:
     for heads, kv_heads, dim, tokens, window, cap in GRADIENTS:
         torch.manual_seed(tokens)
         inputs = {n: normal(tokens, h, dim) for n, h in zip("qkv", (heads, kv_heads, kv_heads), strict=True)}
-        packing = pack([tokens], heads // kv_heads, DEVICE)
         options = (dim**-0.5, window, cap)
+        attend = partial(
+            attention,
+            layout=packed_layout([tokens]),
+            scale=dim**-0.5,
+            sliding_window=window or None,
+            softcap=cap or None,
+        )
         params = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "tokens": tokens, "window": window, "softcap": cap}
         yield from gradient_errors(
             "attention_gradient",
-            lambda q, k, v, p=packing, o=options: PackedAttention.apply(q, k, v, p, *o),
+            attend,
             lambda q, k, v, o=options: dense(q, k, v, *o),
             inputs,
             params,
@@ -230,30 +242,32 @@ def time(limits: dict[str, float]) -> Iterator[Record]:
     batch, length, heads, kv_heads, dim = 4, 4096, 16, 8, 128
     q, k, v = (normal(batch * length, h, dim).requires_grad_() for h in (heads, kv_heads, kv_heads))
     packing = pack([length] * batch, 2, DEVICE)
+    attend = partial(attention, q, k, v, packed_layout([length] * batch), dim**-0.5)
     grad = torch.randn_like(q)
     params = {"sequences": batch, "context": length, "heads": heads, "kv_heads": kv_heads, "dim": dim}
     peers = list(peer_times(q, k, v, grad, batch))
     with torch.no_grad():
+        ours = cuda_time(attend, rep_ms=40)
+        of_kernel = params | {"kernel": attention_choice.describe()}
+        for name, forward, _ in peers:
+            yield against_peer(of_kernel | {"part": "forward"}, f"forward_{name}_time_us", ours, name, forward)
         for shape in FORWARD_SHAPES:
-            t = cuda_time(
-                partial(packed_forward, q, k, v, packing, scale=dim**-0.5, window=0, softcap=0.0, shape=shape),
-                rep_ms=40,
-            )
-            of_shape = params | {"ones": shape.ones, "flat": shape.is_flat, "stages": shape.num_stages}
-            is_chosen = shape == FORWARD
+            options = {"ones": shape.ones, "flat": shape.is_flat, "stages": shape.num_stages}
+            plain = partial(packed_forward, q, k, v, packing, scale=dim**-0.5, window=0, softcap=0.0, shape=shape)
+            t = cuda_time(plain, rep_ms=40)
             for name, forward, _ in peers:
-                metric = f"forward_{name}_time_us" if is_chosen else f"forward_option_{name}_time_us"
-                yield Record(
-                    "kernels", "prefill_attention", of_shape | {"part": "forward"}, "exact", metric, t.median, "us", name,
-                    forward.median / t.median, t.spread,
-                )  # fmt: skip
-    out = PackedAttention.apply(q, k, v, packing, dim**-0.5, 0, 0.0)
-    t = cuda_time(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+                part = {"part": "forward"}
+                yield against_peer(params | options | part, f"forward_option_{name}_time_us", t, name, forward)
+    out = attend()
+    ours = cuda_time(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     for name, _, backward in peers:
-        yield Record(
-            "kernels", "prefill_attention", params | {"part": "backward"}, "exact", f"backward_{name}_time_us", t.median, "us",
-            name, backward.median / t.median, t.spread,
-        )  # fmt: skip
+        yield against_peer(params | {"part": "backward"}, f"backward_{name}_time_us", ours, name, backward)
+
+
+def against_peer(params: dict, metric: str, t: Timing, name: str, peer: Timing) -> Record:
+    """The peer's time over ours."""
+    ratio = peer.median / t.median
+    return Record("kernels", "prefill_attention", params, "exact", metric, t.median, "us", name, ratio, t.spread)
 
 
 def peer_times(

@@ -141,6 +141,9 @@ class Ops:
     def certify_linear(self, dtype: torch.dtype, shapes_KN: Sequence[tuple[int, int]]) -> None:
         """Settle on products for a model's (K, N) where a table of certified ones is kept, which the CPU does not do."""
 
+    def settle_attention(self, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+        """Settle on kernels for (H, Hkv, D) heads where there is a choice, which the CPU does not have."""
+
     def machine(self) -> str:
         """The name of what computes."""
         return cpu_model() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)

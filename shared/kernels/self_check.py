@@ -32,7 +32,7 @@ def self_check(
     When the matrix product fails, the next slower one is taken, then one thread; `ops` is changed in place.
 
     Args:
-        ops: of mode 'exact'; in mode 'fast' nothing is promised and nothing is checked.
+        ops: of mode 'exact'; in mode 'fast' nothing is promised, and nothing checked but what there is a choice of kernels for.
         dtype: of the model's activations and weights.
         linear_shapes: (K, N) of the model's projections (`ModelConfig.linear_shapes()`).
         heads: (H, Hkv, D) of its attention.
@@ -40,6 +40,7 @@ def self_check(
     Raises:
         InexactKernelError: an operation failed and no slower implementation is left.
     """
+    ops.settle_attention(dtype, heads)
     if ops.mode != "exact":
         return
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 from shared.kernels import AttentionLayout, SamplingParams
 from shared.kernels.certify import BUCKETS, Entry, Table
 from shared.kernels.cuda import checksum, fast, merged, xxh3
+from shared.kernels.cuda.attention_hopper import hopper_forward
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
+from shared.kernels.cuda.attention_schedule import deal
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, compile_tiles, gemm, gemm_kernel
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 from shared.kernels.cuda.ops import CudaOps
@@ -96,7 +98,7 @@ def attend(ops: CudaOps, heads: tuple[int, int, int], page_size: int, **options:
 
 def compile_fast() -> None:
     """What the fast mode compiles differently: other chunks, logits that are not float32."""
-    fast._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    fast.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     ops = fast.FastCudaOps(torch.device("cpu"))
     attend(ops, (16, 8, 128), 64)
     x, weight, ids, ones = half(33, 576, grad=True), half(9001, 576, grad=True), torch.arange(33), torch.ones(33)
@@ -118,6 +120,7 @@ def compile_all(ops: CudaOps) -> None:
     for ones, is_flat in itertools.product((8, 16), (False, True)):
         packed = pack([300], 2, q.device)
         packed_forward(q, k, k, packed, scale=0.1, window=0, softcap=0.0, shape=ForwardShape(ones, is_flat))
+    hopper_forward(q, k, k, deal([300], [300], 16, 8, q.device, num_programs=132), scale=0.1)
     x, weight = half(33, 576, grad=True), half(960, 576, grad=True)
     compile_products(x.detach(), weight.detach())
     ops.linear(x, weight, half(960, grad=True)).sum().backward()

@@ -23,7 +23,7 @@ WORKLOAD = Workload(name="uniform", model=MODEL, num_prompts=3, prompt_tokens=6,
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
-    monkeypatch.setattr(fast, "_num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(fast, "num_multiprocessors", lambda device: 4)
     ops = {"exact": interpreted_ops(tmp_path), "fast": FastCudaOps(torch.device("cpu"))}
     monkeypatch.setattr(Weights, "ops", lambda self, mode: ops[mode])
     return Weights(MODEL, "cpu", "float32")

@@ -18,7 +18,7 @@ from tests.kernels.kernel_testing import same_bits, wide
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> FastCudaOps:
-    monkeypatch.setattr(fast, "_num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(fast, "num_multiprocessors", lambda device: 4)
     return FastCudaOps(torch.device("cpu"))
 
 

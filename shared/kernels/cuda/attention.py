@@ -2,7 +2,8 @@
 
 A plan is made once per layout and shared by all layers. All kernels give equal bits (`attention_math`), so which one runs is a
 question of speed:
-    gradients, or a store that is this forward's own rows    `attention_packed`
+    gradients, or a store that is this forward's own rows    `attention_packed`, its forward by `attention_hopper` where
+                                                             `attention_choice` says so
     a paged store, one query a sequence, up to one chunk     `attention_cached`, serially
     a paged store, few queries, longer contexts              `attention_cached`, chunks in parallel, then merged
     a paged store, chunks of a prompt                        `attention_cached`, serially in taller tiles
@@ -21,9 +22,11 @@ import torch
 import triton
 
 from shared.kernels.attention_layout import AttentionLayout
+from shared.kernels.cuda import attention_choice
 from shared.kernels.cuda.attention_cached import CachedRows, Partials, allocate_partials, attend_cached
 from shared.kernels.cuda.attention_math import CHUNK, Tiles, cut_tiles, to_device
 from shared.kernels.cuda.attention_packed import FORWARD_ROWS, Packed, PackedAttention, pack
+from shared.kernels.cuda.attention_schedule import Schedule, deal, num_multiprocessors
 
 DECODE_ROWS = 16
 """Rows of a tile for few queries, a power of two that holds the query heads of one KV head."""
@@ -90,7 +93,11 @@ def attention(
         packed = layout.derived(
             ("packed", q.device, heads // kv_heads, k.shape[0]), partial(_packed_plan, layout, q, k)
         )
-        return PackedAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), packed, scale, window, cap)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        schedule = None
+        if attention_choice.takes(q, k, window, cap):
+            schedule = layout.derived(("schedule", q.device, heads, kv_heads), partial(_schedule, layout, q, k))
+        return PackedAttention.apply(q, k, v, packed, scale, window, cap, schedule)
     key = ("cached", q.device, heads, kv_heads, dim, choose_chunk)
     plan = layout.derived(key, partial(_cached_plan, layout, q, k, choose_chunk))
     return attend(q, k, v, plan, scale, window=window, softcap=cap)
@@ -136,6 +143,12 @@ def _packed_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> P
         rows=None if is_in_order else rows,
         num_store_rows=k.shape[0],
     )
+
+
+def _schedule(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor) -> Schedule:
+    num_programs = num_multiprocessors(q.device)
+    lens = layout.q_lens.numpy(), layout.context_lens.numpy()
+    return deal(*lens, q.shape[1], k.shape[1], q.device, num_programs=num_programs)
 
 
 def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor, choose_chunk: ChooseChunk) -> CachedPlan:

@@ -33,6 +33,7 @@ from shared.kernels.cuda.attention_math import (
     sift_values,
     to_device,
 )
+from shared.kernels.cuda.attention_schedule import Schedule
 from shared.kernels.cuda.segments import Segments, segment_sum, segments_of
 
 FORWARD_ROWS = 128
@@ -203,7 +204,10 @@ def packed_forward(
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [T, H, D], k, v [R, Hkv, D], contiguous -> [T, H, D]; R is T unless `packed` names the rows."""
+    """q [T, H, D], k, v [R, Hkv, D], contiguous -> [T, H, D]; R is T unless `packed` names the rows.
+
+    With a `schedule` the forward is that of `attention_hopper`: the same bits, also those that the backward reads.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -215,8 +219,15 @@ class PackedAttention(torch.autograd.Function):
         scale: float,
         window: int,
         softcap: float,
+        schedule: Schedule | None = None,
     ) -> torch.Tensor:
-        out, lse = packed_forward(q, k, v, packed, scale=scale, window=window, softcap=softcap)
+        if schedule is None:
+            out, lse = packed_forward(q, k, v, packed, scale=scale, window=window, softcap=softcap)
+        else:
+            # Gluon is not in every triton.
+            from shared.kernels.cuda.attention_hopper import hopper_forward
+
+            out, lse = hopper_forward(q, *_in_one_piece(k, v, packed), schedule, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale, ctx.window, ctx.softcap = packed, scale, window, softcap
         return out
@@ -235,7 +246,7 @@ class PackedAttention(torch.autograd.Function):
         )  # fmt: skip
         if packed.shared is not None:
             dk, dv = (segment_sum(x.flatten(1), packed.shared, k.dtype).view_as(k) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 def _in_one_piece(k: torch.Tensor, v: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,14 +10,13 @@ exactness.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
 
 from shared.kernels.cuda import identity
 from shared.kernels.cuda.attention_math import BLOCK
+from shared.kernels.cuda.attention_schedule import num_multiprocessors
 from shared.kernels.cuda.ops import CudaOps
 
 WAVES = 8
@@ -85,7 +84,7 @@ class FastCudaOps(CudaOps):
 
     def choose_chunk(self, num_programs: int, longest: int) -> int:
         """A power of two that cuts the longest context into as many pieces as the device has room for."""
-        pieces = max(1, WAVES * _num_multiprocessors(self.device) // max(num_programs, 1))
+        pieces = max(1, WAVES * num_multiprocessors(self.device) // max(num_programs, 1))
         if pieces == 1 or longest <= SHORTEST_CHUNK:
             return LONGEST_CHUNK
         return max(triton.next_power_of_2(triton.cdiv(longest, pieces)), SHORTEST_CHUNK)
@@ -100,8 +99,3 @@ class FastCudaOps(CudaOps):
     def identity(self, dtype: torch.dtype) -> str:
         """What the numbers are a property of; that the bits are is not said."""
         return identity.describe_device()
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

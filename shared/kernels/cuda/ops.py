@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.certify import Table, use_cublaslt_without_split_k
-from shared.kernels.cuda import identity
+from shared.kernels.cuda import attention_choice, identity
 from shared.kernels.cuda.attention import anchored, attention
 from shared.kernels.cuda.attention_math import CHUNK
 from shared.kernels.cuda.embedding import Embedding
@@ -56,6 +56,10 @@ class CudaOps(Ops):
                 f"exact mode on CUDA computes in bfloat16 or float16, got {dtype}; set dtype to one of them or use device 'cpu'"
             )
         self.table.prepare([(n, k) for k, n in shapes_KN], dtype)
+
+    def settle_attention(self, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+        """Choose the kernel of packed forwards, bits compared (`attention_choice.py`)."""
+        attention_choice.settle(self.device, dtype, heads)
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """[..., K] -> [..., N] (`linear.py`)."""
@@ -144,6 +148,7 @@ class CudaOps(Ops):
             "silu_mul": "cuda.rowwise.SiluMul",
             "embedding": "cuda.embedding.Embedding",
             "attention": "cuda.attention.attention",
+            "packed_attention": attention_choice.describe(),
             "lm_logprob": "cuda.head.LmLogprob",
             "sample": "cuda.sampling.sample",
         }
