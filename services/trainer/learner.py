@@ -25,7 +25,7 @@ from services.trainer.distributed import World
 from services.trainer.filters import is_finite
 from services.trainer.loss import policy_loss, token_scale
 from services.trainer.optimizer import apply, build_optimizer, learning_rate
-from services.trainer.policy import TokenScores, accumulate_gradients, nothing, to_device
+from services.trainer.policy import TokenScores, accumulate_gradients, to_device
 from services.trainer.scoring import Scorer, Scores
 from services.trainer.step_metrics import StepResult, step_result
 from shared.kernels import LogprobOutput
@@ -77,11 +77,11 @@ class Learner:
         """Logprobs of every trainable token that must exist before the first gradient."""
         return self._scorer.score(batch)
 
-    def train(self, batch: Batch, scores: Scores, *, meanwhile: Callable[[], None] = nothing) -> StepResult:
+    def train(self, batch: Batch, scores: Scores, *, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """One optimizer step per mini-step; collects what there is to report.
 
         Args:
-            meanwhile: called on every rank once a mini-step is launched: work for a host that would wait for its device.
+            meanwhile: work for this rank's host where it would wait for its device; called until that is done.
         """
         config = self.config.algorithm
         decision = decide(batch, scores, config, self.kl_coef)
@@ -114,7 +114,12 @@ class Learner:
         return {"grad_norm": norm, "lr": lr, "is_taken": is_taken}
 
     def _accumulate(
-        self, batch: Batch, mini_step: MiniStep, scores: Scores, decision: Decision, meanwhile: Callable[[], None]
+        self,
+        batch: Batch,
+        mini_step: MiniStep,
+        scores: Scores,
+        decision: Decision,
+        meanwhile: Callable[[], None] | None,
     ) -> TokenScores:
         """Gradients of one mini-step."""
         device, config, proximal_T = self.world.device, self.config.algorithm, scores.proximal_T

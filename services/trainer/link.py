@@ -142,8 +142,9 @@ class Link:
         return groups if groups is None or is_alone else [decode_group(data) for data in groups]
 
     def read_ahead(self, run: str) -> None:
-        """Rank 0 reads what is queued for the next lease, while the devices compute. Raises RunEnded, Refused."""
-        self._ask(lambda: self._queue.read_ahead(run, epoch=self._epoch))
+        """On rank 0: reads for the next lease what is queued or comes within a moment. If the run is over, that lease says so."""
+        with contextlib.suppress(RunOver, Fenced):
+            self._queue.read_ahead(run, epoch=self._epoch)
 
     def publish(
         self, manifest: Manifest | None, tensors: Mapping[str, RawTensor], *, expected_digest: str

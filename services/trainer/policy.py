@@ -200,23 +200,19 @@ def score_batch(decoder: Decoder, batch: Batch, world: World) -> TokenScores:
     return _run(decoder, batch, batch.mini_steps, world, lambda micro, output: None)
 
 
-def nothing() -> None:
-    """What the host does while its device computes, where it has nothing else to do."""
-
-
 def accumulate_gradients(
     decoder: Decoder,
     batch: Batch,
     mini_step: MiniStep,
     world: World,
     loss_of: Callable[[MicroBatch, LogprobOutput], Tensor],
-    meanwhile: Callable[[], None],
+    meanwhile: Callable[[], None] | None,
 ) -> TokenScores:
     """Forward and backward of one mini-step, micro-batch after micro-batch.
 
     Args:
         loss_of: a micro-batch's share of the loss from its logprobs and entropies; a scalar connected to them.
-        meanwhile: called when everything is launched, before anything is waited for.
+        meanwhile: what this rank's host does, again and again, until its device has computed everything.
 
     Returns:
         The scores of the mini-step's tokens (zeros elsewhere).
@@ -234,7 +230,7 @@ def _run(
     mini_steps: Iterable[MiniStep],
     world: World,
     visit: Callable[[MicroBatch, LogprobOutput], None],
-    meanwhile: Callable[[], None] = nothing,
+    meanwhile: Callable[[], None] | None = None,
 ) -> TokenScores:
     """All inputs go to the device before the first forward and all scores come back after the last: no copy waits in between."""
     micros = [m for mini_step in mini_steps for m in mini_step.of_rank(world.rank, world.size)]
@@ -245,10 +241,21 @@ def _run(
         visit(micro, output)
         for row, values in zip(bits, output, strict=True):
             row[micro.tokens] = values.detach().contiguous().view(torch.int32)
-    meanwhile()
+    if meanwhile is not None:
+        _until_computed(world.device, meanwhile)
     scores = TokenScores(bits.cpu())
     world.merge(scores.bits)
     return scores
+
+
+def _until_computed(device: torch.device, work: Callable[[], None]) -> None:
+    """Does this work, at least once, until what was launched is computed."""
+    computed = torch.cuda.Event() if device.type == "cuda" else None
+    if computed is not None:
+        computed.record()
+    work()
+    while computed is not None and not computed.query():
+        work()
 
 
 def _sharded(parameter: Tensor) -> DTensor:

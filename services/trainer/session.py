@@ -105,7 +105,10 @@ class Session:
         with self._phase("score"):
             scores = self.learner.score(batch)
         with self._phase("train"):
-            return self.learner.train(batch, scores, meanwhile=lambda: self._link.read_ahead(self.config.run))
+            return self.learner.train(batch, scores, meanwhile=self._read_ahead if self._world.is_leader else None)
+
+    def _read_ahead(self) -> None:
+        self._link.read_ahead(self.config.run)
 
     def guard(self, batch: Batch, result: StepResult) -> None:
         """In exact mode one differing bit is an alarm: nothing of the step leaves this process until someone resumes the run.

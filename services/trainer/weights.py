@@ -39,9 +39,10 @@ def gather(decoder: Decoder, copy: ForwardCopy, world: World, slot: Slot | None 
         slot: of rank 0, to gather into, one parameter after the other; None: fresh memory on the CPU.
     """
     tensors = {}
-    shards = as_global(decoder, copy.shards)
-    for name in sorted(shards):
-        full = shards[name].full_tensor()
+    # One rank has everything, and hundreds of tensors go through DTensor slowly.
+    shards = {} if world.size == 1 else as_global(decoder, copy.shards)
+    for name in sorted(copy.shards):
+        full = shards[name].full_tensor() if shards else copy.shards[name]
         if slot is not None:
             slot.fill(name, full)
         elif world.is_leader:

@@ -35,6 +35,8 @@ CONSUMER_GROUP = "trainer"
 POISON_READS = 3
 _SLICE_S = 1.0
 """Longest wait before the run's state and the fence are looked at again."""
+_MOMENT_S = 0.005
+"""Longest wait of a read ahead."""
 _COUNT = 16
 """Groups per read; a group may be megabytes."""
 
@@ -145,11 +147,11 @@ class TrainQueue:
                 self._fetch(run, epoch, missing)
 
     def read_ahead(self, run: str, *, epoch: int) -> None:
-        """Reads and checks what is queued already, so that the next lease has less to do; waits for nothing.
+        """Reads and checks what is queued, so that the next lease has less to do; waits a moment where nothing is.
 
         Raises Fenced, RunOver.
         """
-        while self._read_new(run, epoch, time.monotonic()):
+        while self._read_new(run, epoch, time.monotonic() + _MOMENT_S):
             pass
 
     def _drop_unusable(
