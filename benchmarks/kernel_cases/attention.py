@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from benchmarks.harness import Record, Timing, cuda_time, gradient_errors, graph
 from shared.kernels.attention_layout import AttentionLayout
 from shared.kernels.cuda import attention_choice
 from shared.kernels.cuda.attention import attention
-from shared.kernels.cuda.attention_cached import CachedRows, allocate_partials, attend_cached
+from shared.kernels.cuda.attention_cached import FEW, MANY, CachedRows, allocate_partials, attend_cached
 from shared.kernels.cuda.attention_math import CHUNK, cut_tiles
 from shared.kernels.cuda.attention_packed import ForwardShape, pack, packed_forward
 from shared.models import packed_layout
@@ -54,8 +55,8 @@ FORWARD_SHAPES = (
 """Ways to compile the plain training forward, all of one class; the fastest is to become `attention_packed.FORWARD`."""
 DECODES = ((256, 768), (64, 2048), (4, 32768), (1, 32768), (1, 131072))
 """(sequences, context)."""
-DECODE_OPTIONS = ({"num_stages": 2}, {"num_stages": 4}, {"num_warps": 4})
-"""Other ways to compile decode than `attend_cached` chooses, tried on the first and the fourth of them."""
+DECODE_SHAPES = (FEW, MANY, replace(FEW, num_stages=5), replace(MANY, num_stages=3))
+"""Ways to compile decode, tried on the first and the fourth of them."""
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -188,14 +189,14 @@ def decode_time(limits: dict[str, float]) -> Iterator[Record]:
         for metric, t in (("decode_in_graph_time_us", graph_time(runs)), ("decode_alone_time_us", cuda_time(runs[0]))):
             yield against_bandwidth("decode_attention", params, metric, t, size, limits)
         if (sequences, length) in (DECODES[0], DECODES[3]):
-            for option in DECODE_OPTIONS:
-                t = graph_time([partial(run, **option) for run in runs])
-                yield against_bandwidth("decode_attention", params | option, "decode_option_time_us", t, size, limits)
+            for shape in DECODE_SHAPES:
+                t = graph_time([partial(run, shape=shape) for run in runs])
+                yield against_bandwidth(
+                    "decode_attention", params | asdict(shape), "decode_option_time_us", t, size, limits
+                )
 
 
-def decode_call(
-    sequences: int, length: int, heads: int, kv_heads: int, dim: int, page: int
-) -> Callable[[], torch.Tensor]:
+def decode_call(sequences: int, length: int, heads: int, kv_heads: int, dim: int, page: int) -> partial[torch.Tensor]:
     """One decode step over a store of its own."""
     pages = length // page
     keys = normal(sequences * length, kv_heads, dim)
@@ -227,7 +228,9 @@ def chunked_prefill_time(limits: dict[str, float]) -> Iterator[Record]:
     flop = 4 * sequences * heads * dim * queries * (length - queries / 2)
     for rows, ones in itertools.product((64, 128), (16, 8)):
         tiles = cut_tiles([queries] * sequences, heads // kv_heads, rows, DEVICE)
-        t = cuda_time(partial(attend_cached, q, keys, values, where, tiles, scale=dim**-0.5, out=out, ones=ones))
+        t = cuda_time(
+            partial(attend_cached, q, keys, values, where, tiles, scale=dim**-0.5, out=out, walks=True, ones=ones)
+        )
         params = {"sequences": sequences, "queries": queries, "context": length, "rows": rows, "ones": ones}
         ratio = flop / (t.median * 1e-6) / limits["matmul"]
         yield Record(

@@ -183,7 +183,8 @@ class PagedRunner(ModelRunner):
             launches.append(Launch(tiles, scratch, shape.chunk))
         if shape.tiles:
             seq, first = block["tile_seqs"][: shape.tiles], block["tile_firsts"][: shape.tiles]
-            launches.append(Launch(Tiles(seq, first, self._tile_queries, self._many_rows), None, self.ops.serial_chunk))
+            tiles = Tiles(seq, first, self._tile_queries, self._many_rows)
+            launches.append(Launch(tiles, None, self.ops.serial_chunk, walks=True))
         where = CachedRows(block["contexts"], block["q_starts"], self._pages, self.config.page_size)
         return CachedPlan(where, tuple(launches))
 

@@ -75,7 +75,7 @@ def half(*shape: int, grad: bool = False) -> Tensor:
 
 
 def attend(ops: CudaOps, heads: tuple[int, int, int], page_size: int, **options: Any) -> None:
-    """Training with a shared prompt, then every kind of cached launch in one call."""
+    """Training with a shared prompt, then every kind of cached launch in one call, and decodes of many sequences."""
     h, kv, d = heads
     layout = AttentionLayout(
         q_lens=torch.tensor([300, 70]), context_lens=torch.tensor([300, 370]),
@@ -93,6 +93,11 @@ def attend(ops: CudaOps, heads: tuple[int, int, int], page_size: int, **options:
     )  # fmt: skip
     stores = half(num_pages * page_size, kv, d), half(num_pages * page_size, kv, d)
     ops.attention(half(307, h, d), *stores, layout, 0.1, **options)
+    decodes = AttentionLayout(
+        q_lens=torch.ones(512, dtype=torch.int64), context_lens=torch.tensor([300, 3000]).repeat(256),
+        pages=torch.zeros(512, num_pages, dtype=torch.int64), page_size=page_size,
+    )  # fmt: skip
+    ops.attention(half(512, h, d), *stores, decodes, 0.1, **options)
     ops.write_kv(half(307, kv, d), half(307, kv, d), stores, layout)
 
 

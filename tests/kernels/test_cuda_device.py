@@ -110,6 +110,33 @@ def test_attention_is_one_function(ops: CudaOps, heads: tuple, page_size: int, o
         assert same_bits(trained.detach(), expected)
 
 
+@pytest.mark.parametrize(("heads", "page_size", "options"), ATTENTION, ids=str)
+def test_decodes_of_many_sequences_have_the_bits_of_few(
+    ops: CudaOps, heads: tuple, page_size: int, options: dict
+) -> None:
+    """Every few-row launch compiles to another shape than the one launch of all rows, which graphs replay too."""
+    rng = random.Random(page_size)
+    lens = [rng.choice([1, 64, 65, 1023, 1024, 1025, rng.randint(2, 1000), rng.randint(2000, 2100)]) for _ in range(24)]
+    q, k, v = qkv(sum(lens), heads, HALF)
+    stores, tables = in_pages(k, v, lens, page_size)
+    owners = [s % len(lens) for s in range(600)]
+    contexts = [rng.randint(1, lens[s]) if i >= len(lens) else lens[s] for i, s in enumerate(owners)]
+
+    def decode(rows: slice) -> Tensor:
+        layout = paged_layout([tables[s] for s in owners[rows]], page_size, [1] * len(owners[rows]), contexts[rows])
+        return ops.attention(picked[rows], *stores, layout, heads[2] ** -0.5, **options)
+
+    picked = q[torch.arange(600, device=DEVICE) % q.shape[0]].contiguous()
+    many = decode(slice(0, 600))
+    assert many.isfinite().all()
+    for begin in range(0, 600, 20):
+        few = slice(begin, begin + 20)
+        assert same_bits(decode(few), many[few]), few
+    with torch.no_grad():
+        whole = paged_layout([tables[s] for s in owners], page_size, [1] * 600, contexts)
+        assert same_bits(replayed(lambda: ops.attention(picked, *stores, whole, heads[2] ** -0.5, **options)), many)
+
+
 def test_mixed_batches_and_shared_prompts_give_the_same_bits(ops: CudaOps) -> None:
     """Long and short decodes, few and many queries in one call; prompts packed once."""
     shared = prefix_shared_layout([1500, 40], [[300, 1, 70], [5, 900]])

@@ -4,7 +4,7 @@ A plan is made once per layout and shared by all layers. All kernels give equal 
 question of speed:
     gradients, or a store that is this forward's own rows    `attention_packed`, its forward by `attention_hopper` where
                                                              `attention_choice` says so
-    a paged store, one query a sequence, up to one chunk     `attention_cached`, serially
+    a paged store, one query a sequence, up to one chunk     `attention_cached`
     a paged store, few queries, longer contexts              `attention_cached`, chunks in parallel, then merged
     a paged store, chunks of a prompt                        `attention_cached`, serially in taller tiles
 
@@ -48,6 +48,8 @@ class Launch:
     tiles: Tiles
     partials: Partials | None
     chunk: int
+    walks: bool = False
+    """One program walks all chunks of a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def attend(
             scale=scale,
             out=out,
             partials=launch.partials,
+            walks=launch.walks,
             window=window,
             softcap=softcap,
             chunk=launch.chunk,
@@ -160,18 +163,18 @@ def _cached_plan(layout: AttentionLayout, q: torch.Tensor, k: torch.Tensor, choo
     chunk = choose_chunk(len(q_lens) * kv_heads, int(contexts.max()))
     is_one, is_few, is_long = q_lens == 1, q_lens * group <= few, contexts > chunk
     launches = []
-    for members, rows, queries, is_split in (
+    for members, rows, queries, walks in (
         (is_one & ~is_long, few, 1, False),
-        (is_one & is_long, few, 1, True),
-        (is_few & ~is_one, few, None, True),
-        (~is_few & ~is_one, max(PREFILL_ROWS, few), None, False),
+        (is_one & is_long, few, 1, False),
+        (is_few & ~is_one, few, None, False),
+        (~is_few & ~is_one, max(PREFILL_ROWS, few), None, True),
     ):
         if members.any():
             tiles = cut_tiles(q_lens, group, rows, device, of=members.nonzero()[0], queries=queries)
             longest = int(contexts[members].max())
-            is_cut = is_split and longest > chunk
+            is_cut = longest > chunk and not walks
             scratch = allocate_partials(tiles, heads, kv_heads, dim, longest, chunk=chunk) if is_cut else None
-            launches.append(Launch(tiles, scratch, chunk))
+            launches.append(Launch(tiles, scratch, chunk, walks))
     where = CachedRows(
         context=to_device(contexts, device),
         q_start=to_device(np.concatenate([[0], q_lens.cumsum()]), device),

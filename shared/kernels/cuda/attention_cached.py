@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,27 +13,56 @@ from shared.kernels.cuda.attention_math import BLOCK, CHUNK, LOG2E, Tiles, block
 
 
 @triton.jit
-def store_rows(pages, n, rn, limit, PAGE: tl.constexpr):
-    """Store rows of the positions n + rn of one sequence."""
-    # one page id per position, even where a block lies in one page: the pipeliner prefetches a tensor of page ids
-    # along with the keys, but would wait for a scalar one
+def chunk_pages(table, begin, limit, PAGE: tl.constexpr, CHUNK: tl.constexpr):
+    """Page ids of the chunk at position `begin`, as many as it may have: PAGE and CHUNK are powers of two."""
+    COUNT: tl.constexpr = CHUNK // PAGE if PAGE < CHUNK else 1
+    at = begin // PAGE + tl.arange(0, COUNT)
+    return tl.load(table + at, mask=at * PAGE < limit, other=0)
+
+
+@triton.jit
+def block_rows(table, chunk, ids, n, rn, limit, PAGE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Where the positions n + rn of one sequence lie: a first store row and offsets [BLOCK] from it.
+
+    AT_ONCE: by the page `ids` of the chunk at position `chunk`; otherwise by the table.
+    """
     t = n + rn
-    page = tl.load(pages + t // PAGE, mask=t < limit, other=0).to(tl.int64)
-    return page * PAGE + t % PAGE
+    row = 0
+    offset = rn
+    if AT_ONCE and rn.shape[0] <= PAGE:
+        is_here = tl.arange(0, ids.shape[0]) == (n - chunk) // PAGE
+        row = tl.sum(tl.where(is_here, ids, 0), 0).to(tl.int64) * PAGE + n % PAGE
+    else:
+        if AT_ONCE:
+            page = tl.gather(ids, (t - chunk) // PAGE, 0)
+        else:
+            # one page id per position, even where a block lies in one page: the pipeliner prefetches a tensor of page ids
+            # along with the keys, but would wait for a scalar one
+            page = tl.load(table + t // PAGE, mask=t < limit, other=0)
+        offset = page.to(tl.int64) * PAGE + t % PAGE
+    return row, offset
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_chunks"])
 def cached_kernel(
     q, k, v, o, part_m, part_l, part_a, pages, q_start, context, tile_seq, tile_first,
-    factor, scale, softcap, stride_q, stride_k, stride_v, stride_o, max_pages, max_chunks,
+    factor, scale, softcap, stride_q, stride_o, max_pages, max_chunks, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, ONES: tl.constexpr,
+    SPLIT: tl.constexpr, WALKS: tl.constexpr, ONES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     # a query alone in its tile sees whatever is loaded, unless a window starts within a block
     SIFT: tl.constexpr = BQ > 1 or WINDOW > 0
-    tile = tl.program_id(0)
-    kvh = tl.program_id(1)
+    HKV: tl.constexpr = H // G
+    pid = tl.program_id(0)
+    if BQ == 1:
+        # the KV heads of a position are neighbours in memory: they are read at about the same time
+        tile = pid // HKV
+        kvh = pid % HKV
+    else:
+        # the tiles of a sequence read the same keys
+        tile = pid % (tl.num_programs(0) // HKV)
+        kvh = pid // (tl.num_programs(0) // HKV)
     seq = tl.load(tile_seq + tile)
     first = tl.load(tile_first + tile)
     start = tl.load(q_start + seq)
@@ -59,45 +88,62 @@ def cached_kernel(
         lowest = tl.maximum(p_lo - WINDOW + 1, 0) // BLOCK * BLOCK
     else:
         lowest = 0
-    if SPLIT:
-        c_lo = tl.program_id(2)
-        c_hi = tl.minimum(c_lo, p_hi // CHUNK)
-    else:
+    if WALKS:
         c_lo = lowest // CHUNK
-        c_hi = p_hi // CHUNK
+        num_chunks = p_hi // CHUNK + 1 - c_lo
+    else:
+        # no loop: it would take registers, and with them programs that hide each other's latency
+        c_lo = tl.program_id(1)
+        num_chunks = 1
 
     tm = tl.full((BM,), -float("inf"), tl.float32)
     t = tl.zeros((BM,), tl.float32)
     ta = tl.zeros((BM, DP), tl.float32)
-    for c in range(c_lo, c_hi + 1):
+    for i in range(num_chunks):
+        c = c_lo + i
         m, l, a = no_keys(BM, ONES, DP)
         begin = tl.maximum(c * CHUNK, lowest)
         end = tl.minimum(c * CHUNK + CHUNK, p_hi + 1)
-        if WINDOW > 0:
+        ids = None
+        if AT_ONCE:
+            ids = chunk_pages(table, c * CHUNK, ctx, PAGE, CHUNK)
+        if WINDOW > 0 or AT_ONCE:
             full = begin
         else:
             full = tl.maximum(tl.minimum(end, (p_lo + 1) // BLOCK * BLOCK), begin)
         for n in range(begin, full, BLOCK):
-            rows = store_rows(table, n, rn, ctx, PAGE)
+            row, offset = block_rows(table, c * CHUNK, ids, n, rn, ctx, PAGE, AT_ONCE)
+            kp = kb + row * STRIDE_K + (offset[None, :] * STRIDE_K + rd[:, None])
+            vp = vb + row * STRIDE_V + (offset[:, None] * STRIDE_V + rd[None, :])
             if D == DP:
-                kt = tl.load(kb + rows[None, :] * stride_k + rd[:, None])
-                vt = tl.load(vb + rows[:, None] * stride_v + rd[None, :])
+                kt = tl.load(kp)
+                vt = tl.load(vp)
             else:
-                kt = tl.load(kb + rows[None, :] * stride_k + rd[:, None], mask=(rd < D)[:, None], other=0.0)
-                vt = tl.load(vb + rows[:, None] * stride_v + rd[None, :], mask=(rd < D)[None, :], other=0.0)
+                kt = tl.load(kp, mask=(rd < D)[:, None], other=0.0)
+                vt = tl.load(vp, mask=(rd < D)[None, :], other=0.0)
             m, l, a = block_step(qt, kt, vt, ones, m, l, a, None, None, factor, scale, softcap, SOFTCAP, False, False)
         for n in range(full, end, BLOCK):
-            rows = store_rows(table, n, rn, ctx, PAGE)
+            row, offset = block_rows(table, c * CHUNK, ids, n, rn, ctx, PAGE, AT_ONCE)
+            kp = kb + row * STRIDE_K + (offset[None, :] * STRIDE_K + rd[:, None])
+            vp = vb + row * STRIDE_V + (offset[:, None] * STRIDE_V + rd[None, :])
             seen = n + rn <= p_hi
-            kt = tl.load(kb + rows[None, :] * stride_k + rd[:, None], mask=seen[None, :] & (rd < D)[:, None], other=0.0)
-            vt = tl.load(vb + rows[:, None] * stride_v + rd[None, :], mask=seen[:, None] & (rd < D)[None, :], other=0.0)
+            kt = tl.load(kp, mask=seen[None, :] & (rd < D)[:, None], other=0.0)
+            vt = tl.load(vp, mask=seen[:, None] & (rd < D)[None, :], other=0.0)
             blame = None
             if SIFT:
                 vt, blame = sift_values(vt, seen)
-            keep = (n + rn)[None, :] <= pos[:, None]
+            if BQ == 1:
+                keep = seen[None, :]
+            else:
+                keep = (n + rn)[None, :] <= pos[:, None]
+            at_edge = True
             if WINDOW > 0:
                 keep = keep & ((n + rn)[None, :] > pos[:, None] - WINDOW)
-            m, l, a = block_step(qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, SIFT)
+            elif AT_ONCE:
+                at_edge = n + BLOCK > p_lo + 1
+            m, l, a = block_step(
+                qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap, SOFTCAP, True, SIFT, at_edge
+            )
         # all columns of l are equal
         total = tl.max(l, 1)
         if SPLIT:
@@ -108,11 +154,13 @@ def cached_kernel(
             tm, t, ta = merge(tm, t, ta, m, total, a)
     if SPLIT:
         if c_lo <= p_hi // CHUNK:
-            slot = ((tile * tl.num_programs(1) + kvh).to(tl.int64) * max_chunks + c_lo) * (BQ * G) + rm
+            slot = ((tile * HKV + kvh).to(tl.int64) * max_chunks + c_lo) * (BQ * G) + rm
             tl.store(part_m + slot, tm, mask=row_ok)
             tl.store(part_l + slot, t, mask=row_ok)
             tl.store(part_a + slot[:, None] * DP + rd[None, :], ta, mask=row_ok[:, None])
     else:
+        if not WALKS:
+            t = tl.where(p_hi < CHUNK, t, float("nan"))
         to = (start + index).to(tl.int64) * stride_o + head * D
         tl.store(
             o + to[:, None] + rd[None, :],
@@ -189,6 +237,36 @@ class Partials:
     """Of the longest context."""
 
 
+@dataclass(frozen=True, slots=True)
+class CachedShape:
+    """How `cached_kernel` is compiled: a question of speed, never of bits."""
+
+    num_warps: int
+    num_stages: int
+    at_once: bool = False
+    """For one query a tile: the page ids of a chunk are loaded before its keys, and one loop walks its blocks, all masked.
+    Otherwise ids are loaded block by block, and only blocks at the mask's edge are masked: less to wait for at the start of a
+    chunk, where few programs hide it."""
+
+
+MANY = CachedShape(num_warps=4, num_stages=2, at_once=True)
+FEW = CachedShape(num_warps=2, num_stages=3)
+MANY_PROGRAMS = 256
+"""Tiles x KV heads from which `MANY` reads faster than `FEW`."""
+
+
+def choose_shape(
+    tiles: Tiles, num_kv_heads: int, head_dim: int, *, walks: bool = False, chunk: int = CHUNK
+) -> CachedShape:
+    """The shape of a launch, by what a captured graph fixes too: never by contexts."""
+    is_many = tiles.queries == 1 and tiles.seq.shape[0] * num_kv_heads >= MANY_PROGRAMS
+    # a longer chunk, which only the fast mode has, may have more page ids than a program can hold
+    if is_many and not walks and chunk <= CHUNK:
+        return MANY if tiles.rows <= 64 else replace(MANY, num_warps=8)
+    num_warps = FEW.num_warps if tiles.rows <= 32 else 4 if tiles.rows == 64 else 8
+    return replace(FEW, num_warps=num_warps, num_stages=FEW.num_stages if head_dim <= 128 else 2)
+
+
 def allocate_partials(
     tiles: Tiles, heads: int, num_kv_heads: int, head_dim: int, longest: int, *, chunk: int = CHUNK
 ) -> Partials:
@@ -209,33 +287,33 @@ def attend_cached(
     scale: float,
     out: torch.Tensor,
     partials: Partials | None = None,
+    walks: bool = False,
     window: int = 0,
     softcap: float = 0.0,
-    num_warps: int = 0,
-    num_stages: int = 3,
+    shape: CachedShape | None = None,
     ones: int = 16,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Args:
     q: [T, H, D]; k, v: [R, Hkv, D] row stores; out: [T, H, D].
     partials: scratch; given, the chunks run in parallel.
+    walks: one program walks all chunks. With neither, a query that sees more than the first chunk gets NaN.
     window: positions a query sees, itself included; 0 for all.
     softcap: 0, or the cap of cap * tanh(score / cap).
-    num_warps, num_stages, ones: questions of speed, never of bits; num_warps 0 chooses by the tile.
-    chunk: keys of a chunk, a multiple of BLOCK. Part of the bits: anything but CHUNK is for the fast mode alone.
+    shape, ones: questions of speed, never of bits; shape None chooses by the launch.
+    chunk: keys of a chunk, a power of two from BLOCK on. Part of the bits: anything but CHUNK is for the fast mode alone.
     """
     heads, dim = q.shape[1], q.shape[2]
     group = heads // k.shape[1]
     wide = triton.next_power_of_2(dim)
     scratch = partials if partials is not None else Partials(q, q, q, 1)
-    warps = num_warps or (2 if tiles.rows <= 32 else 4 if tiles.rows == 64 else 8)
-    cached_kernel[(tiles.seq.shape[0], k.shape[1], scratch.chunks)](
+    shape = shape or choose_shape(tiles, k.shape[1], dim, walks=walks, chunk=chunk)
+    cached_kernel[(tiles.seq.shape[0] * k.shape[1], scratch.chunks)](
         q, k, v, out, scratch.m, scratch.l, scratch.a, rows.pages, rows.q_start, rows.context, tiles.seq, tiles.first,
-        LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
-        rows.pages.stride(0), scratch.chunks,
-        H=heads, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows, BLOCK=BLOCK, CHUNK=chunk, PAGE=rows.page_size,
-        WINDOW=window, SOFTCAP=softcap > 0, SPLIT=partials is not None, ONES=ones, num_warps=warps,
-        num_stages=num_stages if wide <= 128 else 2,
+        LOG2E if softcap else scale * LOG2E, scale, softcap, q.stride(0), out.stride(0), rows.pages.stride(0), scratch.chunks,
+        STRIDE_K=k.stride(0), STRIDE_V=v.stride(0), H=heads, G=group, D=dim, DP=wide, BQ=tiles.queries, BM=tiles.rows,
+        BLOCK=BLOCK, CHUNK=chunk, PAGE=rows.page_size, WINDOW=window, SOFTCAP=softcap > 0, SPLIT=partials is not None,
+        WALKS=walks, ONES=ones, AT_ONCE=shape.at_once, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if partials is not None:
         merge_kernel[(tiles.seq.shape[0], k.shape[1], tiles.queries * group)](

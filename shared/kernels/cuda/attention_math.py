@@ -47,11 +47,12 @@ def sift_values(vt, inside):
 @triton.jit
 def block_step(
     qt, kt, vt, ones, m, l, a, keep, blame, factor, scale, softcap,
-    SOFTCAP: tl.constexpr, MASK: tl.constexpr, BLAME: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, BLAME: tl.constexpr, at_edge=True,
 ):  # fmt: skip
     """One block of keys. m is the running maximum in units of `factor`; the multiply-add is explicit so that no
     compiler choice can contract it differently in another tile. At the mask's edge `keep` [BM, BLOCK] says who sees what
-    and `blame` is that of `sift_values`."""
+    and `blame` is that of `sift_values`. A masked block that every query sees whole has the bits of an unmasked one if the
+    scalar `at_edge` is false: they differ where every score is -inf."""
     s = score_block(tl.dot(qt, kt), scale, softcap, SOFTCAP)
     if BLAME:
         s = s + blame[None, :]
@@ -59,7 +60,7 @@ def block_step(
         s = tl.where(keep, s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1) * factor)
     if MASK:
-        safe = tl.where(top == -float("inf"), 0.0, top)
+        safe = tl.where((top == -float("inf")) & at_edge, 0.0, top)
     else:
         safe = top
     decay = tl.exp2(m - safe)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from shared.kernels.cuda import identity
-from shared.kernels.cuda.attention_math import BLOCK
+from shared.kernels.cuda.attention_math import BLOCK, CHUNK
 from shared.kernels.cuda.attention_schedule import num_multiprocessors
 from shared.kernels.cuda.ops import CudaOps
 
@@ -83,10 +83,11 @@ class FastCudaOps(CudaOps):
         """Nothing to certify."""
 
     def choose_chunk(self, num_programs: int, longest: int) -> int:
-        """A power of two that cuts the longest context into as many pieces as the device has room for."""
+        """A power of two that cuts the longest context into as many pieces as the device has room for; the exact mode's, which
+        many programs read fastest, where there is no room for more than one."""
         pieces = max(1, WAVES * num_multiprocessors(self.device) // max(num_programs, 1))
         if pieces == 1 or longest <= SHORTEST_CHUNK:
-            return LONGEST_CHUNK
+            return CHUNK
         return max(triton.next_power_of_2(triton.cdiv(longest, pieces)), SHORTEST_CHUNK)
 
     def describe(self) -> dict[str, str]:
