@@ -24,7 +24,7 @@ from torch import Tensor
 from shared.transfer.arena import ArenaLayout
 from shared.transfer.digests import verify_flat
 from shared.transfer.group import BroadcastGroup, GroupFailed
-from shared.transfer.memory import Unreachable, map_device, map_shared
+from shared.transfer.memory import NUM_BUFFERS, Unreachable, map_device, map_shared
 from shared.wire import rpc
 from shared.wire.pb import trainer_pb2 as pb
 from shared.wire.pb.trainer_pb2_grpc import WeightSourceStub
@@ -127,7 +127,8 @@ class Sources:
             mapped_of: address of the trainer and layout: of others it has no buffers any more.
         """
         key = (grant.shm if grant.HasField("shm") else grant.ipc).SerializeToString(deterministic=True)
-        if mapped_of != self._mapped_of:
+        # One more than it has: those were closed for another layout, of which nothing was read here.
+        if mapped_of != self._mapped_of or (key not in self._mapped and len(self._mapped) == NUM_BUFFERS):
             self._mapped, self._mapped_of = {}, mapped_of
         if key not in self._mapped:
             self._mapped[key] = map_shared(grant.shm) if grant.HasField("shm") else map_device(grant.ipc)

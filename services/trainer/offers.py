@@ -25,7 +25,7 @@ from services.trainer.config import TrainerConfig
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.transfer.arena import ArenaLayout
-from shared.transfer.memory import SharedArena, export_device, release_export
+from shared.transfer.memory import NUM_BUFFERS, DeviceExport, SharedArena
 from shared.wire import rpc
 from shared.wire.pb import trainer_pb2 as pb
 from shared.wire.pb.trainer_pb2_grpc import WeightSourceServicer, add_WeightSourceServicer_to_server
@@ -34,8 +34,6 @@ from shared.wire.tensors import RawTensor
 
 log = structlog.get_logger()
 
-NUM_SLOTS = 2
-"""The version being trained from and the one before it."""
 MAX_READERS = 64
 """Calls open at the same time; one more is refused, and fetches from weight_sync."""
 
@@ -47,7 +45,7 @@ class Slot:
     layout: ArenaLayout
     host: SharedArena
     device: Tensor | None
-    exported: pb.DeviceMemory | None = None
+    exported: DeviceExport | None = None
     """How other processes map `device`."""
     digest: str = ""
     """Of the version offered from here; empty while it is being filled."""
@@ -79,7 +77,7 @@ class Slot:
         """Nobody reads it and nobody will; the memory goes with the last view of it."""
         self.host.close()
         if self.exported is not None:
-            release_export(self.exported)
+            self.exported.close()
 
 
 class Offers(WeightSourceServicer):
@@ -125,7 +123,7 @@ class Offers(WeightSourceServicer):
                 self._slots.remove(slot)
                 slot.close()
             free = [s for s in self._slots if s.layout == layout and not s.readers]
-            if len(self._slots) < NUM_SLOTS:
+            if len(self._slots) < NUM_BUFFERS:
                 self._slots.append(self._new_slot(layout))
                 return self._slots[-1]
             if not free:
@@ -173,7 +171,7 @@ class Offers(WeightSourceServicer):
 
     def _grant(self, slot: Slot) -> pb.Grant:
         if slot.exported is not None:
-            return pb.Grant(ipc=slot.exported)
+            return pb.Grant(ipc=slot.exported.message)
         return pb.Grant(shm=slot.host.message())
 
     def _new_slot(self, layout: ArenaLayout) -> Slot:
@@ -183,8 +181,7 @@ class Offers(WeightSourceServicer):
             if self._transport != "shm":
                 slot.device = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         if slot.device is not None and self._transport == "ipc":
-            # Once: every export leaves something behind in the storage.
-            slot.exported = export_device(slot.device)
+            slot.exported = DeviceExport(slot.device)
         return slot
 
     def _withdraw(self, slot: Slot) -> None:

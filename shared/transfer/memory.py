@@ -17,6 +17,12 @@ from torch import Tensor
 
 from shared.wire.pb.trainer_pb2 import DeviceMemory, SharedMemory
 
+NUM_BUFFERS = 2
+"""That an owner has: the version being trained from and the one before it."""
+_NOT_COUNTED = b"/timzero-no-counter", 0
+"""File of a reference counter that is not there: torch's way of leaving the counter of an owner that is gone alone."""
+_NO_EVENT = b"", False
+
 
 class Unreachable(OSError):
     """The other process's memory can't be had from here; the text says why."""
@@ -74,32 +80,35 @@ def map_shared(message: SharedMemory) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def export_device(flat: Tensor) -> DeviceMemory:
-    """What `map_device` needs, for any number of readers: the memory must outlive them all.
+class DeviceExport:
+    """A buffer on a GPU that any number of processes may map; made once for each buffer.
+
+    torch counts the readers of a tensor that it shares, one for every export, and keeps the memory until the count is 0: not
+    before a reader that died, and never again once more readers left than there were exports. So nobody counts here: the one
+    reader that an export counts is this object, and the readers leave the counter alone (`map_device`).
 
     Args:
         flat: [nbytes] uint8 on a GPU, the whole of its storage.
     """
-    # (device, handle, bytes of the storage, its offset in the allocation, reference counter, an event of the owner's stream)
-    shared = flat.untyped_storage()._share_cuda_()
-    _, handle, storage_bytes, storage_offset, counter, counter_offset, event, event_required = shared
-    return DeviceMemory(
-        host=host_id(),
-        uuid=_uuid(flat.device.index),
-        handle=handle,
-        storage_bytes=storage_bytes,
-        storage_offset=storage_offset,
-        ref_counter_handle=counter,
-        ref_counter_offset=counter_offset,
-        event_handle=event,
-        event_sync_required=event_required,
-        nbytes=flat.numel(),
-    )
 
+    def __init__(self, flat: Tensor) -> None:
+        # (device, handle, bytes of the storage, its offset in the allocation, reference counter, an event of the owner's
+        # stream, which is of no use: what a buffer holds is offered once it is there)
+        shared = flat.untyped_storage()._share_cuda_()
+        _, handle, storage_bytes, storage_offset, *self._counter, _, _ = shared
+        self.message = DeviceMemory(
+            host=host_id(),
+            uuid=_uuid(flat.device.index),
+            handle=handle,
+            storage_bytes=storage_bytes,
+            storage_offset=storage_offset,
+            nbytes=flat.numel(),
+        )
 
-def release_export(message: DeviceMemory) -> None:
-    """What `export_device` took hold of is free with its tensor, also where no reader ever mapped it."""
-    torch.UntypedStorage._release_ipc_counter(message.ref_counter_handle, message.ref_counter_offset, device="cuda")
+    def close(self) -> None:
+        """From now on the memory is free with its tensor."""
+        handle, offset = self._counter
+        torch.UntypedStorage._release_ipc_counter(handle, offset, device="cuda")
 
 
 def map_device(message: DeviceMemory) -> Tensor:
@@ -120,10 +129,8 @@ def map_device(message: DeviceMemory) -> Tensor:
             message.handle,
             message.storage_bytes,
             message.storage_offset,
-            message.ref_counter_handle,
-            message.ref_counter_offset,
-            message.event_handle,
-            message.event_sync_required,
+            *_NOT_COUNTED,
+            *_NO_EVENT,
         )
     except RuntimeError as error:
         raise Unreachable(f"the trainer's GPU memory can't be mapped: {error}") from error

@@ -130,6 +130,24 @@ def test_memory_of_another_layout_is_closed_and_unmapped_on_both_sides() -> None
         assert (num_open(inodes), num_mapped(inodes)) == (6, 4)
 
 
+def test_a_reader_that_missed_a_layout_unmaps_what_was_closed_in_between() -> None:
+    inodes = set()
+    with offers("shm") as made:
+        sources = Sources("r0", CPU)
+        for run in range(4):
+            for step in range(2):
+                offer(made, step)
+                memory = made._slots[-1].host.message()
+                inodes.add(memory.inode)
+                sources._map(trainer_pb.Grant(shm=memory), ("trainer", layout_of(weights(step))))
+            # A run of another model, whose versions this reader gets from weight_sync.
+            offer(made, run, elements=80_000)
+        assert len(inodes) == 8
+        assert len(sources._mapped) == 2
+        del memory
+    assert num_mapped(inodes) == 2
+
+
 def num_open(inodes: set[int]) -> int:
     """Descriptors of this process that name one of these memory files."""
     found = [path for path in Path("/proc/self/fd").iterdir() if "timzero-weights" in str(path.resolve())]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
 from services.rollout.sources import Sources, SourceUnavailable
+from services.trainer.offers import Offers
 from shared.transfer.digests import checksum
 from tests.deadline import DEADLINE_S
 from tests.integration.source_testing import byte_sum, layout_of, offer, offers, readers, weights
@@ -34,7 +38,7 @@ def test_the_gpu_of_another_machine_is_refused_and_nothing_is_left_open() -> Non
         manifest = offer(made, 0, device=gpu)
         slot = made._slots[0]
         assert slot.exported is not None
-        slot.exported.uuid = "GPU-of-another-machine"
+        slot.exported.message.uuid = "GPU-of-another-machine"
         with pytest.raises(SourceUnavailable, match="is not visible here") as error:
             Sources("r0", gpu).copy(manifest, deadline_s=DEADLINE_S)
         assert error.value.reason == "unreachable"
@@ -52,6 +56,32 @@ def test_buffers_of_another_layout_are_gone_from_the_gpu_whether_or_not_somebody
         # Two buffers at most, where a lease was not over yet; six that nobody mapped would be more.
         largest = made._slots[-1].layout.nbytes
         assert torch.cuda.memory_allocated(gpu) - before <= 2 * largest + 2**20
+
+
+def test_a_buffer_that_was_mapped_by_more_than_one_reader_is_gone_from_the_gpu_though_they_left_first() -> None:
+    gpu = torch.device("cuda")
+
+    def all_copy(made: Offers, step: int) -> None:
+        manifest = offer(made, step, elements=ELEMENTS, device=gpu)
+        for reader in both:
+            reader.ask("copy", manifest)
+            assert reader.answer() == ("copied", byte_sum(step, elements=ELEMENTS))
+
+    def all_copy_from_another() -> None:
+        """Which makes them unmap what they had of the first one."""
+        with offers("ipc", device=gpu) as other:
+            all_copy(other, 1)
+
+    before = torch.cuda.memory_allocated(gpu)
+    with offers("ipc", device=gpu) as made, readers("r0", "r1", device="cuda") as both:
+        all_copy(made, 0)
+        all_copy_from_another()
+        pause, end = threading.Event(), time.monotonic() + DEADLINE_S
+        while made._slots[0].readers and time.monotonic() < end:
+            pause.wait(0.01)
+        offer(made, 2, elements=2 * ELEMENTS, device=gpu)
+        (slot,) = made._slots
+        assert torch.cuda.memory_allocated(gpu) - before <= slot.layout.nbytes + 2**20
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc", "broadcast"])

@@ -80,28 +80,20 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., path: _Optional[str] = ..., nbytes: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
-    __slots__ = ("host", "uuid", "handle", "storage_bytes", "storage_offset", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required", "nbytes")
+    __slots__ = ("host", "uuid", "handle", "storage_bytes", "storage_offset", "nbytes")
     HOST_FIELD_NUMBER: _ClassVar[int]
     UUID_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     STORAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    REF_COUNTER_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    REF_COUNTER_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     host: str
     uuid: str
     handle: bytes
     storage_bytes: int
     storage_offset: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
     nbytes: int
-    def __init__(self, host: _Optional[str] = ..., uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., storage_bytes: _Optional[int] = ..., storage_offset: _Optional[int] = ..., ref_counter_handle: _Optional[bytes] = ..., ref_counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ..., event_sync_required: _Optional[bool] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, host: _Optional[str] = ..., uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., storage_bytes: _Optional[int] = ..., storage_offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Round(_message.Message):
     __slots__ = ("store", "epoch", "rank", "size", "nbytes", "bucket_bytes", "timeout_s")
