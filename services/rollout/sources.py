@@ -144,6 +144,7 @@ class Sources:
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
                 self._group = BroadcastGroup(
                     store,
+                    store_host=host,
                     epoch=round_.epoch,
                     rank=round_.rank,
                     size=round_.size,

@@ -89,7 +89,7 @@ class Rounds:
             timeout=timedelta(seconds=self._timeout_s),
             master_listen_fd=listening.detach(),
         )
-        self._store_address = f"{host}:{port}"
+        self._store_host, self._store_address = host, f"{host}:{port}"
         self._thread = threading.Thread(target=self.run, name="broadcast", daemon=True)
         self._thread.start()
 
@@ -218,6 +218,7 @@ class Rounds:
         if self._group is None:
             self._group = BroadcastGroup(
                 self._store,
+                store_host=self._store_host,
                 epoch=self._epoch,
                 rank=0,
                 size=1 + len(self._members),

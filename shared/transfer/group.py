@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -39,11 +40,20 @@ class BroadcastGroup:
 
     Args:
         store: of the trainer, reached by all.
+        store_host: where it is; gloo listens on the interface that leads there (NCCL on the one that NCCL_SOCKET_IFNAME names).
         epoch: of this membership; never used twice with one store.
     """
 
     def __init__(
-        self, store: dist.Store, *, epoch: int, rank: int, size: int, device: torch.device, timeout_s: float
+        self,
+        store: dist.Store,
+        *,
+        store_host: str,
+        epoch: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
         self.epoch, self.rank, self.size, self._device = epoch, rank, size, device
         timeout = timedelta(seconds=timeout_s)
@@ -56,8 +66,8 @@ class BroadcastGroup:
                 self._group: Any = _connected_nccl(store, rank, size, device)
                 self._stream = torch.cuda.Stream(device)
             else:
-                self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        except (RuntimeError, ValueError) as error:
+                self._group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(store_host, timeout))
+        except (RuntimeError, ValueError, OSError) as error:
             raise GroupFailed(f"no group of {size} members within {timeout_s} s: {error}") from error
 
     def broadcast(self, buckets: Iterator[Tensor], *, timeout_s: float) -> None:
@@ -110,6 +120,23 @@ def _connected_nccl(store: dist.Store, rank: int, size: int, device: torch.devic
         # With its number, by which the group finds the communicator again.
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
+
+
+def _gloo_options(store_host: str, timeout: timedelta) -> Any:
+    """By default gloo listens on the address of the host's name, which may be another network's, or the loopback's."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(store_host))]
+    options._timeout = timeout
+    return options
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine's interface that leads to another one. Raises OSError when there is none."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Sends nothing: it only chooses the route.
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager

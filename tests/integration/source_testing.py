@@ -49,8 +49,8 @@ for line in sys.stdin:
         round_ = next(WeightSourceStub(channel).Acquire(request, timeout={deadline})).broadcast
         host, port = round_.store.rsplit(":", 1)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds={deadline}))
-        BroadcastGroup(store, epoch=round_.epoch, rank=round_.rank, size=round_.size, device=torch.device("cpu"),
-                       timeout_s={deadline})
+        BroadcastGroup(store, store_host=host, epoch=round_.epoch, rank=round_.rank, size=round_.size,
+                       device=torch.device("cpu"), timeout_s={deadline})
         print("in", flush=True)
         os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
 """
