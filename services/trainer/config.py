@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.config import strict
+from shared.wire.tensor_file import is_object
 
 
 @strict
@@ -34,7 +35,8 @@ class TrainerConfig:
     broadcast_gather_s: float = 0.5
     """How long a round waits for replicas that were in the last one."""
     directory: str | None = None
-    """Of transport `directory`: seen under the same path by weight_sync and the replicas."""
+    """Of transport `directory`: a path that weight_sync and the replicas see too, or a place in an object store that they reach
+    (s3://bucket/prefix, gs://..., whatever fsspec has a package for)."""
     delta: bool = False
     """Over `grpc`, send only what changed since the version before: faster where the network is the limit, see operations.md."""
     older_versions: Literal["device", "host", "directory"] = "device"
@@ -77,6 +79,8 @@ class TrainerConfig:
             )
         if self.older_versions == "directory" and self.directory is None:
             raise ValueError("older_versions 'directory' needs transport 'directory'; use 'host'")
+        if self.older_versions == "directory" and is_object(str(self.directory)):
+            raise ValueError(f"older_versions 'directory' maps files, which {self.directory!r} has not; use 'host'")
         if self.transport == "ipc" and self.device == "cpu":
             raise ValueError("transport 'ipc' shares GPU memory, but device is 'cpu'; use transport 'shm'")
         if self.source_host in ("0.0.0.0", "::") and not self.source_advertised:

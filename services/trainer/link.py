@@ -10,7 +10,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -61,11 +60,10 @@ class Link:
         self._is_interruptible = False
         if world.is_leader:
             self._queue = TrainQueue.connect(config.redis_url)
-            directory = Path(config.directory) if config.directory else None
             self._publisher = weights.Publisher(
                 config.weight_sync,
-                transport="directory" if directory else "grpc",
-                directory=directory,
+                transport="directory" if config.directory else "grpc",
+                directory=config.directory,
                 delta=config.delta,
             )
             self._slot: Slot | None = None

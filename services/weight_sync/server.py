@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from services.weight_sync.config import WeightSyncConfig
 from services.weight_sync.distribute import Distributor
 from services.weight_sync.registry import RefusedError, Registry, UnknownReplicaError
 from services.weight_sync.store import DELTA_FILE, Store, UnknownVersionError
-from services.weight_sync.transports import directory
+from services.weight_sync.transports import objects
 from services.weight_sync.transports.stream import Upload, download, download_delta
 from services.weight_sync.versions import ConflictError, FencedError, Published, Version
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncServicer
-from shared.wire.tensor_file import WEIGHTS_FILE
+from shared.wire.tensor_file import WEIGHTS_FILE, is_object
 from shared.wire.tensors import DigestMismatch
 
 log = structlog.get_logger()
@@ -87,7 +87,7 @@ class Servicer(WeightSyncServicer):
         temporary = await asyncio.to_thread(self._store.temporary, version.run)
         try:
             if manifest.uri:
-                await asyncio.to_thread(directory.check, manifest)
+                await asyncio.to_thread(self._store.check, manifest)
                 num_bytes = published.nbytes
             else:
                 num_bytes = await self._upload(manifest, stream, temporary)
@@ -186,11 +186,16 @@ class Servicer(WeightSyncServicer):
             if delta:
                 stream, transport = download_delta(delta), "grpc-delta"
             else:
-                manifest, path = self._store.manifest(version), self._store.weights(version)
-                stream, transport = await asyncio.to_thread(download, path, manifest, request.names), "grpc"
+                stream, transport = await asyncio.to_thread(self._download, version, request.names), "grpc"
             while chunk := await asyncio.to_thread(next, stream, None):
                 metric(names.WEIGHT_SYNC_BYTES).labels(transport).inc(chunk.ByteSize())
                 yield chunk
+
+    def _download(self, version: Version, names: Sequence[str]) -> Iterator[pb.TensorChunk]:
+        manifest = self._store.manifest(version)
+        if is_object(manifest.uri):
+            return objects.download(manifest, names)
+        return download(self._store.weights(version), manifest, names)
 
     async def _until_stored(self, version: Version) -> None:
         """Waits for the bytes of a version that was announced, at most until the caller's deadline.
@@ -245,7 +250,7 @@ class Servicer(WeightSyncServicer):
 
 def _transport(manifest: pb.Manifest) -> str:
     if manifest.uri:
-        return "directory"
+        return "object" if is_object(manifest.uri) else "directory"
     return "grpc-delta" if manifest.base_digest else "grpc"
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import structlog
 from google.protobuf.message import DecodeError
 
-from services.weight_sync.transports import directory
+from services.weight_sync.transports import directory, objects
 from services.weight_sync.versions import Published, Version
 from shared.config import ConfigError, structure
 from shared.wire.pb.weight_sync_pb2 import Manifest
 from shared.wire.run import RunConfig
-from shared.wire.tensor_file import WEIGHTS_FILE, fsync_directory, read_file, uri_path, version_directory
+from shared.wire.tensor_file import WEIGHTS_FILE, fsync_directory, is_object, read_file, uri_path, version_directory
+from shared.wire.tensor_objects import has_object
 from shared.wire.tensors import ManifestError, RawTensor, check_manifest, verify
 
 MANIFEST_FILE = "manifest.pb"
@@ -87,7 +88,7 @@ class Store:
             try:
                 manifest = Manifest.FromString(path.read_bytes())
                 version = published(manifest, published_at=path.stat().st_mtime)
-                self._check(manifest)
+                self.check(manifest)
             except (DecodeError, OSError, ValueError) as error:
                 log.error("version lost", path=str(path.parent), reason=str(error))
                 shutil.rmtree(path.parent)
@@ -191,24 +192,26 @@ class Store:
         return path if base_digest and base_digest == manifest.base_digest and path.is_file() else None
 
     def has_weights(self, version: Version) -> bool:
-        """Whether the file is still there; its bytes were verified when it came."""
-        return self.weights(version).is_file()
+        """Whether the file is still there; its bytes were verified when it came. Raises OSError."""
+        uri = self.manifest(version).uri
+        return has_object(uri) if is_object(uri) else self.weights(version).is_file()
 
     def drop(self, versions: list[Version], oldest_steps: dict[str, int]) -> None:
-        """Deletes versions, here and in the trainer's directory."""
+        """Deletes versions, here and in the trainer's directory or object store."""
         before = list(self._manifests.values())
         for v in versions:
             manifest = self._manifests.pop(v)
             self._announced.discard(v)
             # One that was only announced has none.
             shutil.rmtree(version_directory(self._root, manifest), ignore_errors=True)
-        keep = [uri_path(m.uri) for m in self._manifests.values() if m.uri]
+        kept = self._manifests.values()
         for run in {v.run for v in versions}:
-            directory.sweep(before, run=run, oldest_step=oldest_steps[run], keep=keep)
+            for transport in (directory, objects):
+                transport.sweep(before, run=run, oldest_step=oldest_steps[run], kept=kept)
 
-    def _check(self, manifest: Manifest) -> None:
-        """Raises OSError, ValueError."""
+    def check(self, manifest: Manifest) -> None:
+        """Reads every byte of a version, wherever they are. Raises OSError, ValueError."""
         if manifest.uri:
-            directory.check(manifest)
+            (objects if is_object(manifest.uri) else directory).check(manifest)
         else:
             verify(manifest, read_file(version_directory(self._root, manifest) / WEIGHTS_FILE))

@@ -17,19 +17,30 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from shared.wire.pb.weight_sync_pb2 import Manifest, TensorEntry
+from shared.wire.pb.weight_sync_pb2 import Manifest, TensorEntry, Version
 from shared.wire.tensors import ITEM_BYTES, DigestMismatch, RawTensor, raw_view, verify
 
 WEIGHTS_FILE = "weights.safetensors"
+VERSION_NAME = r"\d+-(\d+)-[0-9a-f]{12}"
+"""Of a version's directory; the group is its step."""
 
 _SAFETENSORS_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _DTYPE = {short: name for name, short in _SAFETENSORS_NAME.items()}
 
 
+def version_name(version: Version) -> str:
+    """{lineage}-{step}-{digest[:12]}, a VERSION_NAME."""
+    return f"{version.lineage}-{version.step}-{version.digest[:12]}"
+
+
 def version_directory(root: Path, manifest: Manifest) -> Path:
     """Where a version lies below a root: {run}/{lineage}-{step}-{digest[:12]}."""
-    v = manifest.version
-    return root / manifest.run / f"{v.lineage}-{v.step}-{v.digest[:12]}"
+    return root / manifest.run / version_name(manifest.version)
+
+
+def is_object(uri: str) -> bool:
+    """Whether this names a place in an object store (`tensor_objects`), and not a directory."""
+    return "://" in uri and not uri.startswith("file://")
 
 
 def uri_path(uri: str) -> Path:

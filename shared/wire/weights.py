@@ -31,6 +31,8 @@ from shared.wire import rpc, tensor_file
 from shared.wire.delta import decoded, delta_chunks
 from shared.wire.pb import weight_sync_pb2 as pb
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
+from shared.wire.tensor_file import is_object
+from shared.wire.tensor_objects import read_object, write_object
 from shared.wire.tensors import RawTensor, chunks, collect
 from shared.wire.weight_calls import (
     TRANSIENT,
@@ -87,6 +89,7 @@ class Publisher:
         address: host:port of weight_sync.
         transport: `directory` writes {directory}/{run}/{lineage}-{step}-{digest[:12]}/weights.safetensors, which
             weight_sync and the replicas must see under the same path; `grpc` streams the bytes to weight_sync.
+        directory: a path, or a uri in an object store.
         delta: over `grpc` send what changed since the version published before, and keep that version's tensors for it.
             In a directory every version is whole, since that is what its readers map.
     """
@@ -96,13 +99,13 @@ class Publisher:
         address: str,
         *,
         transport: Literal["directory", "grpc"] = "grpc",
-        directory: Path | None = None,
+        directory: Path | str | None = None,
         delta: bool = False,
     ) -> None:
         if (transport == "directory") != (directory is not None):
             raise ValueError(f"a directory goes with transport 'directory', got {transport!r} and {directory}")
         self._address = address
-        self._directory = directory.absolute() if directory else None
+        self._directory = directory
         self._channel = rpc.channel(address)
         self._stub = WeightSyncStub(self._channel)
         self._is_delta = delta and directory is None
@@ -178,7 +181,7 @@ class Publisher:
         def attempt(timeout_s: float, *, against: _Base | None) -> pb.Version:
             manifest.base_digest = against.digest if against else ""
             if self._directory is not None:
-                manifest.uri = tensor_file.write_version(self._directory, manifest, tensors).as_uri()
+                manifest.uri = _write(self._directory, manifest, tensors)
             return self._stub.Publish(self._messages(manifest, tensors, epoch, against), **call(timeout_s)).version
 
         self._num_sent = 0
@@ -222,7 +225,8 @@ class Publisher:
 def fetch(
     manifest: pb.Manifest, *, address: str, deadline_s: float, base: Mapping[str, RawTensor] | None = None
 ) -> dict[str, RawTensor]:
-    """The tensors of a version, every digest verified: mapped from its directory when that is readable here, else over gRPC.
+    """The tensors of a version, every digest verified: mapped from its directory or read from its object store when that is
+    possible here, else over gRPC.
 
     Args:
         base: tensors of the version `manifest.base_digest`, where the caller holds it: then only what changed is fetched, and
@@ -232,9 +236,15 @@ def fetch(
 
     Raises: DigestMismatch, UnknownVersion, WeightSyncError.
     """
+    end = time.monotonic() + deadline_s
     if manifest.uri:
-        with contextlib.suppress(OSError):
+        try:
+            if is_object(manifest.uri):
+                # Time must be left for weight_sync when this does not work out.
+                return read_object(manifest, deadline_s=deadline_s / 2)
             return tensor_file.read_version(manifest)
+        except OSError as error:
+            log.warning("fetching from weight_sync", uri=manifest.uri, reason=str(error))
     if manifest.base_digest and base is None:
         metric(names.DELTA_FALLBACKS).labels("fetch", "no_base").inc()
     with rpc.channel(address) as channel:
@@ -249,7 +259,14 @@ def fetch(
             stream = stub.Fetch(request, **call(timeout_s))
             return collect(manifest.tensors, decoded(stream, manifest, base=against or {}))
 
-        return delta_or_full(attempt, base, phase="fetch", address=address, deadline_s=deadline_s)
+        return delta_or_full(attempt, base, phase="fetch", address=address, deadline_s=end - time.monotonic())
+
+
+def _write(directory: Path | str, manifest: pb.Manifest, tensors: Mapping[str, RawTensor]) -> str:
+    """Uri of the version, its file written."""
+    if is_object(str(directory)):
+        return write_object(str(directory), manifest, tensors)
+    return tensor_file.write_version(Path(directory).absolute(), manifest, tensors).as_uri()
 
 
 class ReplicaLink:

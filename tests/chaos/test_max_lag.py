@@ -20,7 +20,9 @@ LONG = ["sampling.max_tokens=48", "max_model_len=80", "prompts_per_step=12", "nu
 
 
 def test_every_span_is_its_versions_while_a_hundred_samples_meet_a_version_a_step(tmp_path: Path) -> None:
-    with chaos(tmp_path, [*SMALL, *LONG], rollout={"max_step_tokens": 8}) as rig:
+    # All of a replica's samples go on in every step, so that each is under way while several versions come.
+    longer = ["sampling.max_tokens=112", "max_model_len=128"]
+    with chaos(tmp_path, [*SMALL, *LONG, *longer], rollout={"max_step_tokens": 96}) as rig:
         sampled = rig.opportunistic("hundred", max_lag=2)
         changes = []
         for t in rig.client.trajectories("hundred"):

@@ -283,6 +283,8 @@ async def _two_ranks(model: Path, services: tuple[str, str], run_dir: Path) -> N
 def test_configuration_errors_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="directory goes with transport"):
         TrainerConfig(transport="directory")
+    with pytest.raises(ValueError, match="maps files, which 's3://bucket' has not; use 'host'"):
+        TrainerConfig(transport="directory", directory="s3://bucket", older_versions="directory")
     with pytest.raises(ValueError, match="must exceed publish_deadline_s"):
         TrainerConfig(collective_timeout_s=1.0)
     with pytest.raises(ValueError, match="poll_s must be above 0"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import structlog
 
 from shared.wire.pb.weight_sync_pb2 import Manifest
-from shared.wire.tensor_file import WEIGHTS_FILE, read_version, uri_path
+from shared.wire.tensor_file import VERSION_NAME, WEIGHTS_FILE, is_object, read_version, uri_path
 from shared.wire.tensors import ManifestError
 
 log = structlog.get_logger()
@@ -25,20 +25,20 @@ def check(manifest: Manifest) -> None:
         ) from error
 
 
-def sweep(manifests: Iterable[Manifest], *, run: str, oldest_step: int, keep: Iterable[Path]) -> None:
+def sweep(manifests: Collection[Manifest], *, run: str, oldest_step: int, kept: Collection[Manifest]) -> None:
     """Deletes the run's directories of steps below `oldest_step`: dropped versions, and what trainers left that were
     fenced or died before they could publish it.
 
     Args:
         manifests: where the run's directories lie is taken from these.
-        keep: directories that are still in use.
+        kept: versions that are still in use.
     """
-    roots = {uri_path(m.uri).parent for m in manifests if m.uri and m.run == run}
-    kept = set(keep)
+    roots = {uri_path(m.uri).parent for m in manifests if m.run == run and m.uri and not is_object(m.uri)}
+    in_use = {uri_path(m.uri) for m in kept if m.uri and not is_object(m.uri)}
     for root in roots:
         for directory in root.glob("*-*-*"):
-            match = re.fullmatch(r"\d+-(\d+)-[0-9a-f]{12}", directory.name)
-            if root.name == run and match and int(match[1]) < oldest_step and directory not in kept:
+            match = re.fullmatch(VERSION_NAME, directory.name)
+            if root.name == run and match and int(match[1]) < oldest_step and directory not in in_use:
                 _remove(directory)
 
 

@@ -73,11 +73,16 @@ class Upload:
             view, position = view[written:], position + written
 
 
-def download(path: Path, manifest: Manifest, names: Sequence[str]) -> Iterator[TensorChunk]:
-    """Chunks of a stored version. Raises DigestMismatch when its file is gone or damaged, ValueError for an unknown name."""
+def require_known(manifest: Manifest, names: Sequence[str]) -> None:
+    """Raises ValueError for a name that the version does not have."""
     unknown = set(names) - {e.name for e in manifest.tensors}
     if unknown:
         raise ValueError(f"run {manifest.run} step {manifest.version.step} has no tensor {min(unknown)}")
+
+
+def download(path: Path, manifest: Manifest, names: Sequence[str]) -> Iterator[TensorChunk]:
+    """Chunks of a stored version. Raises DigestMismatch when its file is gone or damaged, ValueError for an unknown name."""
+    require_known(manifest, names)
     try:
         tensors = read_file(path)
     except (OSError, ValueError) as error:
