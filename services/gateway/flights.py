@@ -33,7 +33,9 @@ Decode = Callable[[str, Sequence[int]], Awaitable[str]]
 
 FIRST_PENALTY_S = 0.1
 MAX_PENALTY_S = 5.0
-_INNOCENT = ("failed_precondition", "resource_exhausted")
+_IN_DOUBT = "data_loss"
+"""The replica failed its proof: it is about to be ejected."""
+_INNOCENT = ("failed_precondition", "resource_exhausted", _IN_DOUBT)
 """Endings that say nothing about the group: it goes elsewhere, as often as it takes."""
 
 
@@ -147,7 +149,6 @@ class Flights:
             if work.run != run.run or not is_wanted:
                 self._evict(flight, "cancelled")
             elif replica is not None and replica.state == "ejected":
-                # An ejected replica is not believed: what it sampled of unfinished samples is sampled again.
                 self._evict(flight, f"ejected: {replica.reason}")
         if run.state is not RunState.RUNNING:
             self._blames.clear()
@@ -207,9 +208,13 @@ class Flights:
             return
         flight.evicted = reason
         metric(names.REPLICA_FAILURES).labels(reason=reason.partition(":")[0]).inc()
+        self._forget(flight)
+        flight.task.cancel()
+
+    def _forget(self, flight: Flight) -> None:
+        """An ejected replica is not believed: what it sampled of unfinished samples is sampled again."""
         for sample in flight.samples:
             self._partials.pop(sample.trajectory_id, None)
-        flight.task.cancel()
 
     async def _broken(self, flight: Flight, broken: StreamBroken) -> None:
         work, key = flight.work, replica_key(flight.replica)
@@ -218,6 +223,8 @@ class Flights:
                     received=sum(len(s.token_ids) for s in flight.samples))  # fmt: skip
         if broken.reason != "invalid_argument":
             self._penalties.setdefault(key, Penalty()).add()
+        if broken.reason == _IN_DOUBT:
+            self._forget(flight)
         if broken.reason in _INNOCENT:
             return
         blame = self._blames.setdefault(work.group_id, Blame())

@@ -190,7 +190,8 @@ class Engine:
             self.scheduler.finish(seq)
             if isinstance(seq, Sample):
                 self._pipeline.flush(seq, None)
-                self._pipeline.outputs.failures.append(SampleFailed(sample=seq, reason=reason))
+                failed = SampleFailed(sample=seq, reason=reason, is_in_doubt=bool(self.doubt))
+                self._pipeline.outputs.failures.append(failed)
             elif isinstance(seq, Scoring):
                 seq.done.set_exception(OtherVersion(reason))
 

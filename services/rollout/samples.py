@@ -25,6 +25,10 @@ class OtherVersion(Refused):
     """The replica does not hold the version asked for, or is about to leave it."""
 
 
+class InDoubt(Refused):
+    """The replica failed its proof while it sampled: nothing that it sampled here is to be believed."""
+
+
 class Full(Refused):
     """The waiting line has no room."""
 
@@ -135,7 +139,8 @@ class SampleChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailed:
-    """The sample can't go on here; what was streamed of it stays true."""
+    """The sample can't go on here; what was streamed of it stays true, unless the replica is in doubt."""
 
     sample: Sample
     reason: str
+    is_in_doubt: bool = False

@@ -22,6 +22,7 @@ from services.rollout.samples import (
     BadManifest,
     Full,
     GivenUp,
+    InDoubt,
     InvalidRequest,
     OtherVersion,
     Sample,
@@ -60,6 +61,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Full, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ShuttingDown, grpc.StatusCode.UNAVAILABLE),
     (EngineEnded, grpc.StatusCode.INTERNAL),
+    (InDoubt, grpc.StatusCode.DATA_LOSS),
     (DigestMismatch, grpc.StatusCode.DATA_LOSS),
     (UnknownVersion, grpc.StatusCode.NOT_FOUND),
     (WeightSyncError, grpc.StatusCode.UNAVAILABLE),
@@ -84,18 +86,19 @@ class Stream:
         waits for: the next delivery
         unblocked by: the engine loop, which delivers the end of every sample, and its own
         """
-        failure = ""
+        failure: SampleFailed | None = None
         while num_samples:
             item = await self._queue.get()
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, SampleFailed):
-                num_samples, failure = num_samples - 1, item.reason
+                num_samples, failure = num_samples - 1, item
             else:
                 num_samples -= item.finish_reason is not None
                 yield item
-        if failure:
-            raise ShuttingDown(failure) if failure == STOPPED else OtherVersion(failure)
+        if failure is not None:
+            kind = InDoubt if failure.is_in_doubt else ShuttingDown if failure.reason == STOPPED else OtherVersion
+            raise kind(failure.reason)
 
 
 class RolloutService(RolloutEngineServicer):

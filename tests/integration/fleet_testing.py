@@ -50,6 +50,7 @@ class Engine(pb_grpc.RolloutEngineServicer):
         self.held = asyncio.Event()
         self.break_at: int | None = None
         """Sampled tokens of each sample after which the next stream breaks, once."""
+        self.break_code = grpc.StatusCode.UNAVAILABLE
         self.lie: pb.GenerateChunk | None = None
         """Fields that replace those of the next chunk, once."""
         self.refuse: list[grpc.StatusCode] = []
@@ -97,7 +98,7 @@ class Engine(pb_grpc.RolloutEngineServicer):
                 await self.go.wait()
             if i == self.break_at:
                 self.break_at = None
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
+                await context.abort(self.break_code, "broken by the test")
             for s in request.samples:
                 if i >= len(received[s.trajectory_id]):
                     yield self._chunk(s.trajectory_id, i, tokens[s.trajectory_id][i], version, is_last=i == total - 1)

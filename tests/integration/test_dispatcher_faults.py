@@ -176,6 +176,22 @@ def test_an_ejected_replica_is_not_believed(url):
     run_async(test)
 
 
+def test_what_a_replica_sampled_before_it_failed_its_proof_is_sampled_again(url):
+    async def test():
+        async with rig(url, num_engines=2, max_group_failures=1) as r:
+            before = value(names.CONTINUED_TRAJECTORIES, run="r")
+            for engine in r.engines:
+                engine.break_at, engine.break_code = 3, grpc.StatusCode.DATA_LOSS
+            await r.store.accept_prompts("r", [prompt(0), prompt(1)])
+            await r.states(awaiting_reward=4)
+            for number in range(2):
+                await assert_exact(r.store, number, step=0)
+            assert [len(s.token_ids) for e in r.engines for q in e.requests for s in q.samples] == [0] * 8
+            assert value(names.CONTINUED_TRAJECTORIES, run="r") == before
+
+    run_async(test)
+
+
 def test_a_restarted_dispatcher_samples_open_prompts_again_and_enqueues_complete_groups(url):
     async def test():
         async with rig(url) as r:

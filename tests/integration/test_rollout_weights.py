@@ -150,6 +150,20 @@ def test_a_flipped_bit_in_the_probe_keeps_the_replica_out_until_the_next_good_ve
         assert ready.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_what_runs_when_the_probe_differs_ends_as_what_is_not_to_be_believed(version0):
+    peer, _, stub, digest = version0
+    manifest = manifest_of(seed=1, step=1)
+    flipped = bytearray(manifest.probe_logprobs[0])
+    flipped[0] ^= 1
+    manifest.probe_logprobs[0] = bytes(flipped)
+    stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
+    assert next(stream).token_ids
+    assert serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 1))).probe_differing == 1
+    code, details = code_of(lambda: list(stream))
+    assert code is grpc.StatusCode.DATA_LOSS
+    assert "1 of 52 probe logprobs differ" in details
+
+
 def test_damaged_tensors_are_never_staged(version0):
     peer, _, stub, digest = version0
     manifest = manifest_of(seed=2, step=2)

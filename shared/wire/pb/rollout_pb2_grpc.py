@@ -80,7 +80,8 @@ class RolloutEngineServicer:
 
     def Generate(self, request, context):
         """Samples every trajectory of one group. FAILED_PRECONDITION when the replica does not hold `manifest_digest`,
-        RESOURCE_EXHAUSTED when its waiting line is full, INVALID_ARGUMENT when the request cannot be served.
+        RESOURCE_EXHAUSTED when its waiting line is full, INVALID_ARGUMENT when the request cannot be served. DATA_LOSS when the
+        replica failed its proof meanwhile: what it sampled is not to be believed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
