@@ -21,7 +21,7 @@ NUM_BUFFERS = 2
 """That an owner has: the version being trained from and the one before it."""
 _NOT_COUNTED = b"/timzero-no-counter", 0
 """File of a reference counter that is not there: torch's way of leaving the counter of an owner that is gone alone."""
-_NO_EVENT = b"", False
+_NO_EVENT = bytes(64), False
 
 
 class Unreachable(OSError):
