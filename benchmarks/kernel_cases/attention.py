@@ -103,7 +103,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def check() -> Iterator[Record]:
     rng = random.Random(0)
-    bits = compared = shape_bits = packed_bits = 0
+    bits = compared = sequences = shape_bits = packed_bits = 0
     for case in track(range(NUM_CASES), description="attention bits"):
         heads, kv_heads, dim, page, window, cap = SHAPES[case % len(SHAPES)]
         lens = [
@@ -123,10 +123,11 @@ def check() -> Iterator[Record]:
             got = attend(q, keys, values, layout)
             bits += differing(got, packed)
             compared += sum(lens)
+            sequences += len(lens)
         if case % len(SHAPES) == 0:
             for shape in FORWARD_SHAPES:
                 shape_bits += differing(packed_forward(q, k, v, packing, **options, shape=shape)[0], packed)
-    params = {"cases": NUM_CASES, "queries_compared": compared}
+    params = {"batches": NUM_CASES, "sequences_compared": sequences, "queries_compared": compared}
     yield Record("kernels", "attention_phases", params, "exact", "differing_bits", bits, "bits")
     of_kernel = {"cases": NUM_CASES, "kernel": attention_choice.describe()}
     yield Record("kernels", "attention_packed_forward", of_kernel, "exact", "differing_bits", packed_bits, "bits")
