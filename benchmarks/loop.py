@@ -7,6 +7,7 @@ those of that command (`run.model=DIR`, `num_steps=6`, `rollout.kv_cache_tokens=
 directory.
 "Generation" is the time in which the replica computes, "training" that in which the trainer scores or trains; the rest of a
 step, in which neither does, is told by the phase that the trainer is in meanwhile.
+How long the GPU waits for the host is only known where the trainer does not use it at the same time: run `lag=0` for that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Record, Recorder, machine, quarters, report, verdict
-from benchmarks.timeline import Scraper, Series, Span, split, windows
+from benchmarks.timeline import Scraper, Series, Span, outside, split, windows
 from shared.wire.ports import HeldPort
 from timzero import model
 from timzero.connect import connect
@@ -44,6 +45,8 @@ IDLE = "timzero_engine_seconds_total:idle"
 STEPS = "timzero_engine_steps_total"
 PHASES = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
 """Of an engine step: four of the host, three of the device."""
+LEAST_ALONE = 0.1
+"""Of a step's generation, beside which nothing trains, before its share of waiting says anything."""
 MAX_NEITHER, MAX_IDLE = 0.20, 0.05
 """Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
 TINY = (
@@ -152,16 +155,34 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
         idle = [waiting(series, window) for window, _, _ in found]
         at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(idle), 1e-9)}
         yield record("gpu_waits_share", idle, "of generation", **at_most)
+        spans = [(window, outside(window, row["phases"])) for window, row, _ in found]
+        alone = [
+            waiting(series, *parts)
+            for window, parts in spans
+            if on_device(series, *parts) > LEAST_ALONE * on_device(series, window)
+        ]
+        if alone:
+            at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(alone), 1e-9)}
+            yield record("gpu_waits_alone_share", alone, "of generation beside no training", **at_most)
 
 
 def neither(parts: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in parts.items() if name not in ("overlapped", "training", "generation"))
 
 
-def waiting(series: Series, window: Span) -> float:
-    """Share of the GPU's time in generation that it waited for the host."""
-    device, idle = sum(series.increase(name, window) for name in DEVICE), series.increase(IDLE, window)
+def waiting(series: Series, *spans: Span) -> float:
+    """Share of the GPU's time in generation that it waited for the host.
+
+    Where the trainer computes on the same GPU this is a bound from above: a GPU that has nothing of the replica's to do turns to
+    the trainer's work, and what it takes to come back counts as waiting too.
+    """
+    device, idle = on_device(series, *spans), sum(series.increase(IDLE, span) for span in spans)
     return idle / max(device + idle, 1e-9)
+
+
+def on_device(series: Series, *spans: Span) -> float:
+    """Seconds that the replica's GPU computed for it."""
+    return sum(series.increase(name, span) for name in DEVICE for span in spans)
 
 
 def compare(records: list[Record], path: Path) -> None:

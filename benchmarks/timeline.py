@@ -123,6 +123,15 @@ def split(window: Span, phases: Mapping[str, Sequence[float]], series: Series, b
     return found
 
 
+def outside(window: Span, phases: Mapping[str, Sequence[float]]) -> list[Span]:
+    """The parts of a window in which the trainer does not compute."""
+    found, at = [], window[0]
+    for begin, end in sorted((b, e) for b, e in (phases[name] for name in TRAINING if name in phases)):
+        found.append((at, min(begin, window[1])))
+        at = max(at, end)
+    return [(begin, end) for begin, end in [*found, (at, window[1])] if begin < end]
+
+
 def windows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Span, Mapping[str, Any]]]:
     """(from the end of the step before to its own, row) of every step but the first two, which load and compile, and the
     last, during which nothing is left to generate."""

@@ -90,7 +90,8 @@ def amount(found: Found) -> str:
 def what(found: Found) -> str:
     """A record's name in the table of targets."""
     words = {"target": "exact", "exact_to_fast": "exact / fast", "neither_share": "neither generation nor training",
-             "gpu_waits_share": "GPU waits for the host"}  # fmt: skip
+             "gpu_waits_share": "GPU waits for the host",
+             "gpu_waits_alone_share": "GPU waits for the host while nothing trains"}  # fmt: skip
     part = found["metric"].removesuffix("_ms")
     metric = words.get(found["metric"], engine.PARTS.get(part, part))
     running = f", {found['params']['max_running']} running" if "max_running" in found["params"] else ""

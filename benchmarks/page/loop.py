@@ -16,6 +16,7 @@ RATES = {"step_s": "step, s", "tokens_per_s": "trained tokens/s"}
 SHARES = {
     "neither_share": "neither generation nor training",
     "gpu_waits_share": "GPU waits for the host, of generation",
+    "gpu_waits_alone_share": "the same while nothing trains",
 }
 ENGINE = {
     f"engine_{name}_ms": f"engine step: {name}, ms"
@@ -56,8 +57,8 @@ def comparison(every: list[Run]) -> str:
     rows.append(["sequences at once", *(str(p.get("max_running", "-")) for _, p in every)])
     rows += [[name, *cells(metric, ",.1f" if metric == "step_s" else ",.0f")] for metric, name in RATES.items()]
     rows += [[f"{name}, s", *cells(metric, ".2f")] for metric, name in PARTS.items()]
-    rows += [[name, *cells(metric, "%")] for metric, name in SHARES.items()]
-    rows += [[name, *cells(m, ".2f")] for m, name in ENGINE.items() if any(r.has("step", m, **p) for r, p in every)]
+    for names, form in ((SHARES, "%"), (ENGINE, ".2f")):
+        rows += [[name, *cells(m, form)] for m, name in names.items() if any(r.has("step", m, **p) for r, p in every)]
     for metric, name in (("compared_tokens", "tokens compared"), ("differing_bits", "with differing bits")):
         rows.append([name, *(f"{r.value('tim', metric, **p):,.0f}" for r, p in every)])
     return table(["", *(r.name.split("/")[0].upper() for r, _ in every)], rows)

@@ -1,23 +1,29 @@
 """`pytest -m gpu` on a CUDA machine: captured steps, a measured cache, a swap under graphs, work in a stream of its own."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine_cases.drive import scored
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import PROBE_TEMPERATURE
 from services.rollout.offline import OfflineEngine, Sampled, random_weights
 from services.rollout.samples import Scoring
 from services.rollout.times import own_stream
 from shared.kernels.cuda.ops import CudaOps
-from shared.models import ModelConfig
+from shared.models import Decoder, ModelConfig
 from shared.wire.types import float32_bytes, int32_bytes
+from tests.deadline import DEADLINE_S
 from tests.kernels.cuda_testing import device_ops
 from tests.kernels.kernel_testing import tiny_config
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +143,67 @@ def test_without_cublas_flags_of_its_mode_an_engine_puts_them_back(ops: CudaOps,
     expected = bits(sampled(engine_of(ops)))
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (True, True)
     assert bits(sampled(engine_of(ops))) == expected
+
+
+def test_in_steady_state_the_host_waits_for_no_operation_and_a_step_allocates_nothing(ops: CudaOps) -> None:
+    """But for the event behind the step before, which every step ends with."""
+    engine = engine_of(ops)
+    engine.submit([1, 2, 3], samples=40, max_tokens=400)
+    for _ in range(80):
+        engine.step()
+    engine.reset_times()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    times = engine.times
+    assert (times.num_steps, times.num_graph_steps, times.num_sampled) == (50, 50, 50 * 40)
+    engine.run()
+
+
+REFUSED = """
+import torch
+from services.rollout.graphs import Graphs
+graphs, x = Graphs(torch.device("cuda"), is_enabled=True), torch.full((3,), 2.0, device="cuda")
+stream = torch.cuda.current_stream()
+assert graphs.run("good", lambda: x * 2).tolist() == [4.0] * 3
+for _ in range(2):
+    assert graphs.run("waits for the device", lambda: x * x.sum().item()).tolist() == [12.0] * 3
+assert torch.cuda.current_stream() == stream
+x.fill_(3.0)
+assert graphs.run("good", lambda: x * 2).tolist() == [6.0] * 3, "replayed"
+assert graphs.run("later", lambda: x + 1).tolist() == [4.0] * 3, "eager"
+assert len(graphs) == 1
+"""
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_what_was_captured_goes_on() -> None:
+    """In a process of its own: a capture that failed leaves torch's default generator of the device unusable."""
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert "no more steps are captured" in done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_sequence_of_128k_tokens_is_sampled_with_the_bits_of_the_trainers_forward(ops: CudaOps) -> None:
+    """Beside short ones, in chunks of 8,192: its decode splits into 128 chunks of keys, the packed forward walks them."""
+    longest, num_new = 128 * 1024, 40
+    config = {"kv_cache_tokens": longest + 8192, "max_step_tokens": 8192, "max_chunk_tokens": 8192, "page_size": 64}
+    rollout = RolloutConfig(device="cuda", max_running=8, **config)
+    engine = OfflineEngine(MODEL, rollout, max_model_len=longest, weights=weights(ops, 0), ops=ops)
+    prompts = [[(7 * i) % 1003 for i in range(longest - num_new)], [5, 6, 7]]
+    ids = [engine.submit(p, number=i, max_tokens=num_new)[0] for i, p in enumerate(prompts)]
+    results = engine.run()
+    decoder = Decoder(MODEL, ops)
+    decoder.load_state_dict(weights(ops, 0))
+    decoder.to("cuda", torch.bfloat16)
+    for prompt, i in zip(prompts, ids, strict=True):
+        expected = scored(decoder, [prompt], [results[i].token_ids], 1.0)
+        assert len(expected) == num_new
+        assert expected.tobytes() == np.float32(results[i].logprobs).tobytes(), len(prompt)

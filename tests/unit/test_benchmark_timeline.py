@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.timeline import Series, parse, split, windows
+from benchmarks import loop
+from benchmarks.timeline import Series, outside, parse, split, windows
 
 BUSY = "busy_sum"
 
@@ -45,6 +46,25 @@ def test_the_parts_add_up_to_the_window_and_none_is_negative(cuts, steps):
     parts = split((10.0, 90.0), phases, series(*points), BUSY)
     assert sum(parts.values()) == pytest.approx(80.0)
     assert all(seconds > -1e-6 for seconds in parts.values())
+
+
+def test_what_the_trainer_leaves_of_a_window_is_what_it_does_not_compute_in():
+    phases = {"lease": (0.0, 3.0), "score": (3.0, 5.0), "train": (5.0, 8.0), "publish": (8.0, 9.0)}
+    assert outside((0.0, 10.0), phases) == [(0.0, 3.0), (8.0, 10.0)]
+    assert outside((4.0, 7.0), phases) == []
+    assert outside((0.0, 10.0), {"train": (2.0, 12.0)}) == [(0.0, 2.0)]
+    assert outside((1.0, 2.0), {"lease": (0.0, 3.0)}) == [(1.0, 2.0)]
+
+
+def test_waiting_is_told_apart_where_the_trainer_computes_meanwhile():
+    """From 0 to 4 the replica is alone and waits a tenth of the time, from 4 to 8 the trainer computes too and it waits half."""
+    found = Series()
+    for at, device, idle in ((0, 0.0, 0.0), (4, 3.6, 0.4), (8, 5.6, 2.4), (9, 5.6, 2.4)):
+        found.add(at, {loop.DEVICE[0]: device, loop.IDLE: idle})
+    spans = outside((0.0, 9.0), {"train": (4.0, 8.0)})
+    assert loop.on_device(found, *spans) == pytest.approx(3.6)
+    assert loop.waiting(found, *spans) == pytest.approx(0.1)
+    assert loop.waiting(found, (0.0, 9.0)) == pytest.approx(0.3)
 
 
 def test_the_first_two_steps_and_the_last_are_not_timed():
