@@ -79,7 +79,7 @@ def train(directory: Path, out: Path, device: str, dtype: str) -> None:
     world = join(device, timeout_s=HANG_S)
     ops, config = build_ops("exact", world.device), load_config(directory)
     of = getattr(torch, dtype)
-    self_check(ops, of, linear_shapes=config.linear_shapes, heads=config.heads)
+    self_check(ops, of, linear_shapes=config.linear_shapes, heads=config.heads, sliding_window=config.window_in_use)
     decoder = load_policy(directory, ops, of, world, activation_checkpointing="none" if device == "cpu" else "mlp")
     optimizer = build_optimizer(decoder, OptimizerConfig(lr=1e-6))
     mine = range(world.rank, NUM_SEQUENCES, world.size)

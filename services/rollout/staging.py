@@ -116,7 +116,7 @@ class Staging:
         self._loop.give_up_commit(digest)
 
     async def _numerics_for(self, run: ServedRun) -> Numerics:
-        key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads)
+        key = (run.config.numerics, run.dtype, run.model.linear_shapes, run.model.heads, run.model.window_in_use)
         if self._numerics is None or self._numerics[0] != key:
             device = self._loop.engine.config.device
             numerics = await asyncio.wrap_future(self._loop.call(lambda: certified(run, device)))

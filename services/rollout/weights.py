@@ -63,7 +63,13 @@ def certified(run: ServedRun, device: str = "cpu") -> Numerics:
     """
     try:
         ops = build_ops(run.config.numerics, device)
-        self_check(ops, run.dtype, linear_shapes=run.model.linear_shapes, heads=run.model.heads)
+        self_check(
+            ops,
+            run.dtype,
+            linear_shapes=run.model.linear_shapes,
+            heads=run.model.heads,
+            sliding_window=run.model.window_in_use,
+        )
         if ops.has_paged_kernels:
             # Needs triton. Now, while another version may be served, and not within the swap.
             from shared.models.merged import certify_merged

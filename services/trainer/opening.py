@@ -69,7 +69,13 @@ def _build_learner(config: RunConfig, service: TrainerConfig, world: World) -> t
     else:
         dtype = getattr(torch, config.dtype)
     try:
-        self_check(ops, dtype, linear_shapes=model_config.linear_shapes, heads=model_config.heads)
+        self_check(
+            ops,
+            dtype,
+            linear_shapes=model_config.linear_shapes,
+            heads=model_config.heads,
+            sliding_window=model_config.window_in_use,
+        )
     except InexactKernelError as error:
         raise Refused(str(error)) from error
     try:

@@ -256,5 +256,9 @@ class Table:
         return entry
 
     def describe(self) -> dict[str, str]:
-        """Shape -> members in use: what the engine exports."""
-        return {key: ", ".join(dict.fromkeys([*e.members, e.large])) for key, e in self.entries.items()}
+        """Shape -> members, of what this process has multiplied: the cache holds other models' shapes too."""
+        # a copy, since the thread that computes may add to it meanwhile
+        return {
+            shape_key(n, k, dtype, out_dtype, has_bias): ", ".join(dict.fromkeys([*e.members, e.large]))
+            for ((n, k), dtype, out_dtype, has_bias), e in self._found.copy().items()
+        }

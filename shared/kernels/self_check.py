@@ -18,6 +18,8 @@ LINEAR_SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576))
 
 _COUNTS = (*range(1, 18), 31, 40)
 _PAGE_SIZE = 16
+LONGEST_WINDOW = 8192
+"""Checked to its end; a longer one is compiled, and hides nothing."""
 
 
 def self_check(
@@ -26,6 +28,7 @@ def self_check(
     *,
     linear_shapes: Sequence[tuple[int, int]] = LINEAR_SHAPES,
     heads: tuple[int, int, int] = (9, 3, 64),
+    sliding_window: int | None = None,
 ) -> None:
     """Compare bits across row counts, orders, chunkings and poisoned neighbours; takes about a second.
 
@@ -36,6 +39,7 @@ def self_check(
         dtype: of the model's activations and weights.
         linear_shapes: (K, N) of the model's projections (`ModelConfig.linear_shapes()`).
         heads: (H, Hkv, D) of its attention.
+        sliding_window: of those layers that have one; checked beside the attention that sees everything.
 
     Raises:
         InexactKernelError: an operation failed and no slower implementation is left.
@@ -53,7 +57,12 @@ def self_check(
     for size in (hidden_size, hidden_size - hidden_size % 32 + 6):
         _check_row_ops(ops, dtype, size, generator)
     # A device merges chunks of 1024 keys, so its check must span some.
-    _check_attention(ops, dtype, heads, 2200 if ops.keeps_table else 150, generator)
+    length = 2200 if ops.keeps_table else 150
+    _check_attention(ops, dtype, heads, length, generator)
+    if sliding_window is not None:
+        # Compiled into the kernels of a device; a CPU's see it as a mask, and any window will do.
+        window = sliding_window if ops.keeps_table else min(sliding_window, length // 3)
+        _check_attention(ops, dtype, heads, max(length, min(window, LONGEST_WINDOW) + 200), generator, window)
     # Wide enough for a single row to be split over threads (beyond 32,768 columns); on a device, a slice of the model's head.
     _check_head(ops, dtype, hidden_size, linear_shapes[-1][1] if ops.keeps_table else 33001, generator)
 
@@ -124,13 +133,18 @@ def _check_row_ops(ops: Ops, dtype: torch.dtype, size: int, generator: torch.Gen
 
 
 def _check_attention(
-    ops: Ops, dtype: torch.dtype, heads: tuple[int, int, int], length: int, generator: torch.Generator
+    ops: Ops,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    length: int,
+    generator: torch.Generator,
+    window: int | None = None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     q = _wide((length, num_heads, head_dim), dtype, generator).to(ops.device)
     k, v = (_wide((length, num_kv_heads, head_dim), dtype, generator).to(ops.device) for _ in range(2))
-    scale = head_dim**-0.5
-    expected = ops.attention(q, k, v, _layout([(0, length)], torch.arange(length)), scale)
+    attend = functools.partial(ops.attention, scale=head_dim**-0.5, sliding_window=window)
+    expected = attend(q, k, v, _layout([(0, length)], torch.arange(length)))
     pages = torch.randperm(-(-length // _PAGE_SIZE), generator=generator)
     slots = (pages[:, None] * _PAGE_SIZE + torch.arange(_PAGE_SIZE)).flatten()[:length]
     k_store, v_store = (
@@ -140,9 +154,9 @@ def _check_attention(
     for chunks in (edges, [(0, 3), (3, 20), (20, 130), (130, length)]):
         rows = torch.cat([torch.arange(begin, end) for begin, end in chunks])
         for layout in (_layout(chunks, slots), _layout(chunks, pages, _PAGE_SIZE)):
-            out = ops.attention(q[rows.to(ops.device)], k_store, v_store, layout, scale)
+            out = attend(q[rows.to(ops.device)], k_store, v_store, layout)
             if not _same_bits(out, expected[rows.to(ops.device)]):
-                raise _error("attention", ops, f"heads {heads}, {dtype}, query ranges {chunks}")
+                raise _error("attention", ops, f"heads {heads}, window {window}, {dtype}, query ranges {chunks}")
 
 
 def _layout(query_ranges: list[tuple[int, int]], pages: Tensor, page_size: int = 1) -> AttentionLayout:

@@ -62,6 +62,11 @@ class ModelConfig:
         return self.sliding_window if layer in self.sliding_layers else None
 
     @property
+    def window_in_use(self) -> int | None:
+        """The sliding window, None where no layer has it."""
+        return self.sliding_window if self.sliding_layers else None
+
+    @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(K, N) of the projections, the hidden size first, and a slice of the head, for `self_check`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -119,6 +119,18 @@ def test_a_draw_does_not_depend_on_the_batch(ops: CudaOps) -> None:
         assert all(same_bits(a, b[rows]) for a, b in zip(out, expected, strict=True))
 
 
+def test_a_row_without_filters_is_drawn_alike_beside_rows_that_have_some(ops: CudaOps) -> None:
+    hidden, weight, _, temperature = head(8)
+    plain = params(8, temperature=temperature.tolist())
+    expected = ops.sample(hidden, weight, plain)
+    neutral = {"top_k": [0, 0, 5, 3], "top_p": [1.0, 1.0, 0.5, 1.0], "min_p": [0.0, 0.0, 0.0, 0.3]}
+    beside = params(8, temperature=temperature.tolist(), **{name: 2 * values for name, values in neutral.items()})
+    rows = torch.tensor([0, 1, 4, 5])
+    out = ops.sample(hidden, weight, beside)
+    assert all(same_bits(a[rows], b[rows]) for a, b in zip(out, expected, strict=True))
+    assert not same_bits(out.logprob, expected.logprob)
+
+
 def test_filters_keep_what_they_say() -> None:
     """More entries than one segment; the counts of the CPU's support where no sum lies at the edge."""
     z = torch.randn(4, 9000, generator=torch.Generator().manual_seed(0)).sort(dim=-1, descending=True).values

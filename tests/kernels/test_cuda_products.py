@@ -12,6 +12,7 @@ from shared.kernels.certify import BUCKETS, Entry, Table, UncertifiedError, shap
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 from shared.kernels.cuda.members import CUBLASLT, TILES, run_member
+from shared.kernels.cuda.ops import CudaOps
 from tests.kernels.cuda_testing import interpreted_ops, reference_entry, relative_error
 from tests.kernels.kernel_testing import same_bits, wide
 
@@ -84,7 +85,7 @@ def test_the_table_survives_its_file_and_its_neighbours(tmp_path: Path) -> None:
     two.record(shape_key(6, 8, torch.bfloat16, torch.float32, True), reference_entry())
     third = Table(tmp_path / "cache")
     assert third.entries == {"4x8 float32 float32": first, "6x8 bfloat16 float32 bias": reference_entry()}
-    assert third.describe()["6x8 bfloat16 float32 bias"] == REFERENCE.name
+    assert third.describe() == {}, "nothing of it was used"
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [third.path.name]
     assert set(json.loads(third.path.read_text())) == set(third.entries)
 
@@ -99,6 +100,15 @@ def test_the_table_is_printed_bucket_by_bucket(tmp_path: Path) -> None:
     assert len(rows) == len(BUCKETS) + 1
     assert rows[5].split() == ["to", "24", "rows", "5.0", "us", entry.members[5]]
     assert rows[-1].split() == ["to", "1024", "rows", "in", "multiples", "of", "128", "cublaslt"]
+
+
+def test_what_is_told_of_the_table_is_what_was_used_of_it(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    for n in (4, 6):
+        table.record(shape_key(n, 8, *FLOAT, False), reference_entry())
+    table.linear(torch.zeros(2, 8), torch.zeros(6, 8))
+    assert table.describe() == {"6x8 float32 float32": REFERENCE.name}
+    assert CudaOps(torch.device("cpu"), table).describe()["linear"] == f"certify.Table({REFERENCE.name})"
 
 
 def test_a_shape_without_an_entry_is_refused_where_it_cannot_be_certified(tmp_path: Path) -> None:

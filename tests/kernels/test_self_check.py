@@ -5,12 +5,16 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from services.rollout.samples import UnservableRun
+from services.rollout.weights import ServedRun, certified
 from shared.kernels import InexactKernelError, build_ops, default_dtype, fingerprint, self_check
 from shared.kernels.__main__ import main
 from shared.kernels.linear import padded_linear
 from shared.kernels.ops import Ops
-from tests.kernels.kernel_testing import DTYPES
+from shared.wire.run import RunConfig
+from tests.kernels.kernel_testing import DTYPES, tiny_config
 
 module = importlib.import_module("shared.kernels.self_check")
 
@@ -42,6 +46,22 @@ def test_each_leaking_operation_is_named(op: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Ops, op, lambda self, *args, **kwargs: leaking(fast, *args, **kwargs))
     with pytest.raises(InexactKernelError, match=f"^{op} "):
         self_check(build_ops("exact"), torch.float32)
+
+
+def test_attention_is_checked_with_the_models_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, fast = Ops.attention, build_ops("fast")
+
+    def leaks_behind_a_window(self: Ops, *args: object, **options: object) -> Tensor:
+        return exact(self if options.get("sliding_window") is None else fast, *args, **options)
+
+    monkeypatch.setattr(Ops, "attention", leaks_behind_a_window)
+    self_check(build_ops("exact"), torch.float32)
+    with pytest.raises(InexactKernelError, match=r"^attention .* window 50, "):
+        self_check(build_ops("exact"), torch.float32, sliding_window=4096)
+    run = RunConfig(run="r", model="m", numerics="exact")
+    certified(ServedRun(run, tiny_config("llama"), torch.float32))
+    with pytest.raises(UnservableRun, match=r"^attention .* window 37, "):
+        certified(ServedRun(run, tiny_config("mistral"), torch.float32))
 
 
 def test_fingerprint_names_mode_threads_and_implementations() -> None:
