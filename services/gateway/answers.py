@@ -118,7 +118,9 @@ class TrajectorySummary(Answer):
     reward: float | None = Field(description="Sum over the sources once all are there")
     rewards: dict[str, Reward]
     sources: list[str]
-    deadline: float | None = Field(description="Unix time at which the missing reward pauses the run")
+    deadline: float | None = Field(
+        description="Unix time after which a missing reward pauses the run or, under max_lag, drops the sample"
+    )
     timestamps: dict[str, float] = Field(description="Unix seconds at which each state was entered")
     metadata: dict[str, JsonValue]
     sampler: str | None = Field(description="Engine that sampled it, where it was ingested; null: ours")
@@ -246,6 +248,7 @@ class Metrics(Answer):
     durable_step: int
     accepted: int
     ingested: int = Field(description="Of those accepted, the ones that were sampled elsewhere")
+    replaced: int = Field(description="Groups sampled again because too few of their samples were left (max_lag)")
     trained: int
     dropped: dict[str, int]
     live: int

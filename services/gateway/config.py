@@ -15,7 +15,8 @@ class DispatcherConfig:
     stream_idle_s: float = 60.0
     """Silence of a Generate stream after which its replica is asked whether it samples at all; if not, the stream is broken."""
     max_group_failures: int = 5
-    """Faults of one group before the run is paused with reason infra_error."""
+    """Faults of one group before the run is paused with reason infra_error; under max_lag, before its unfinished samples are
+    dropped with that reason."""
     no_replica_s: float = 30.0
     """A run that has something to generate, but for so long no replica that is not ejected, is paused with reason no_replica. It
     goes on by itself as soon as there is one."""

@@ -54,7 +54,8 @@ class Dispatcher:
         weight_sync_address: host:port.
         max_inflight_samples: of one replica; a larger group goes to an idle one.
         stream_idle_s: silence of a Generate stream after which its replica is asked whether it samples at all.
-        max_group_failures: faults of one group before the run is paused with reason infra_error.
+        max_group_failures: faults of one group before the run is paused with reason infra_error; under max_lag, before its
+            unfinished samples are dropped.
         no_replica_s: without a replica that is not ejected before the run is paused with reason no_replica.
         decode: needed once a prompt asks for exact match.
         on_chunk: sees the chunks of evaluation samples, for streamed completions.

@@ -237,10 +237,15 @@ class Flights:
             await self._give_up(work, f"{work.group_id} failed {blame.num} times, the last on {key[0]}: {broken}")
 
     async def _give_up(self, work: Work, detail: str) -> None:
-        """A fault never becomes an empty sample: training waits for an operator, an evaluation item is dropped."""
+        """A fault never becomes an empty sample: under a fixed lag training waits for an operator, under max_lag it goes on
+        with what is finished of the group, an evaluation item is dropped."""
         log.error("giving up", detail=detail)
         if work.is_evaluation:
             await self._lifecycle.drop_items(work.run, [work.group_id], DropReason.INFRA_ERROR)
+        elif not work.is_pinned:
+            await self._lifecycle.drop_unfinished(work.run, work.group_id, DropReason.INFRA_ERROR)
+            for index in work.group.samples:
+                self._partials.pop(f"{work.group_id}.{index}", None)
         else:
             await self._lifecycle.pause(work.run, reason="infra_error", detail=detail)
 

@@ -7,7 +7,7 @@ from prometheus_client import Counter
 from shared.metrics import names
 from shared.metrics.server import metric
 from shared.wire.records import Counts, RunRecord
-from shared.wire.types import State
+from shared.wire.types import DropReason, State
 
 
 class FlowMetrics:
@@ -24,9 +24,11 @@ class FlowMetrics:
         self._count(metric(names.TRAJECTORIES_ACCEPTED).labels(run=run), ("accepted", run), counts.accepted)
         self._count(metric(names.TRAJECTORIES_INGESTED).labels(run=run), ("ingested", run), counts.ingested)
         self._count(metric(names.REWARD_LATE).labels(run=run), ("late", run), counts.rewards_late)
-        for reason, dropped in counts.dropped.items():
-            counter = metric(names.TRAJECTORIES_DROPPED).labels(run=run, reason=reason)
-            self._count(counter, ("dropped", run, reason), dropped)
+        self._count(metric(names.REPLACED_GROUPS).labels(run=run), ("replaced", run), counts.replaced)
+        # Every reason from the start, so that the first drop is a rise.
+        for reason in DropReason:
+            counter = metric(names.TRAJECTORIES_DROPPED).labels(run=run, reason=reason.value)
+            self._count(counter, ("dropped", run, reason), counts.dropped.get(reason, 0))
 
     def _count(self, counter: Counter, name: tuple[str, ...], total: int) -> None:
         # After a power cut of Valkey, or a late checkpoint, a total may be lower than before; a counter can't be.

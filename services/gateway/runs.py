@@ -50,6 +50,7 @@ async def metrics(gateway: Gateway, run: str) -> answers.Metrics:
         durable_step=record.durable_step,
         accepted=counts.accepted,
         ingested=counts.ingested,
+        replaced=counts.replaced,
         trained=counts.trained,
         dropped=dict(counts.dropped),
         live=counts.live,

@@ -82,6 +82,8 @@ class Batch:
     """Leased and not trained on: every sibling has the same reward."""
     surplus: tuple[Group, ...] = ()
     """Leased and not trained on: enough groups came before them."""
+    num_missing: int = 0
+    """Siblings of the leased trajectories that were dropped before (max_lag)."""
 
     @property
     def leased(self) -> tuple[Group, ...]:
@@ -107,8 +109,8 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
     """Validate and pack one leased batch.
 
     Args:
-        groups: complete groups of batch `step`, in any order; none when an operator dropped them all, which makes a batch
-            that changes nothing.
+        groups: of batch `step`, in any order, under max_lag as much as is left of each; none when an operator dropped them
+            all, which makes a batch that changes nothing.
         config: of the run.
         step: that consumes them.
         vocab_size: ids must lie below it.
@@ -155,6 +157,7 @@ def build_batch(groups: Sequence[Group], config: RunConfig, *, step: int, vocab_
         versions=tuple(versions),
         uniform=uniform,
         surplus=surplus,
+        num_missing=sum(max(0, config.samples_per_prompt - len(g.trajectories)) for g in in_order),
     )
 
 

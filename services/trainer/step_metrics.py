@@ -140,6 +140,7 @@ def _of_batch(batch: Batch, trained: TokenScores, staleness_T: Tensor) -> dict[s
         "uniform_groups": len(batch.uniform),
         "surplus_groups": len(batch.surplus),
         "trajectories": batch.num_sequences,
+        "missing_trajectories": batch.num_missing,
         "tokens": batch.num_tokens,
         "completion_tokens_mean": _mean(batch.num_tokens_N.float()),
         "lag": _mean(staleness_T.float()),

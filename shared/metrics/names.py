@@ -25,6 +25,9 @@ TRAJECTORIES_ACCEPTED = Metric("timzero_trajectories_accepted_total", "counter",
 TRAJECTORIES_DROPPED = Metric(
     "timzero_trajectories_dropped_total", "counter", "Trajectories dropped", ("run", "reason")
 )
+REPLACED_GROUPS = Metric(
+    "timzero_replaced_groups_total", "counter", "Groups sampled again because too few samples were left", ("run",)
+)
 QUEUE_DEPTH = Metric("timzero_queue_depth", "gauge", "Groups in the training queue, leased ones included", ("run",))
 REWARD_WAIT_SECONDS = Metric("timzero_reward_wait_seconds", "histogram", "From generated to rewarded", ("run",))
 REWARD_LATE = Metric(

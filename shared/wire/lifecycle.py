@@ -16,6 +16,9 @@ from shared.wire.run import RunState
 from shared.wire.types import DropReason, Group, State, Trajectory
 from shared.wire.valkey import key, trajectory_key
 
+EXPIRED_AT_ONCE = 256
+"""Samples that one script drops; others wait for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingGroup:
@@ -46,12 +49,16 @@ class Closed(StrEnum):
 
     QUEUED = "queued"
     DUPLICATE = "duplicate"
+    REPLACED = "replaced"
+    """max_lag: too few members are left, so other samples take their place."""
+    DROPPED = "dropped"
+    """max_lag: the same, and the batch does without the group."""
     NOT_READY = "not_ready"
-    """A member is not REWARDED."""
+    """A member is neither REWARDED nor, under max_lag, DROPPED."""
     FULL = "full"
     """Try again when a checkpoint is durable."""
     CHANGED = "changed"
-    """A reward was replaced meanwhile: try again."""
+    """A reward was replaced meanwhile, or a member dropped: try again."""
 
 
 class Lifecycle:
@@ -77,9 +84,13 @@ class Lifecycle:
     async def pending_prompts(self, run: str, *, first: int, end: int) -> list[PendingGroup]:
         """Prompts numbered first <= number < end with something to generate, in number order."""
         names = await self._client.zrangebyscore(key(run, "todo"), first, f"({end}")
-        records = await self._client.hmget(key(run, "prompts"), names) if names else []
-        prompts = [decode_prompt(record) for record in records if record is not None]
-        return await self._pending(run, [(f"{run}.{p.number}", p.number, p) for p in prompts])
+        if not names:
+            return []
+        records, draws = await self._store.pipelined(
+            [("HMGET", key(run, "prompts"), *names), ("HMGET", key(run, "draws"), *names)]
+        )
+        prompts = [(decode_prompt(r), int(draw or 0)) for r, draw in zip(records, draws, strict=True) if r is not None]
+        return await self._pending(run, [(f"{run}.{p.number}", p.number, draw, p) for p, draw in prompts])
 
     async def pending_items(self, run: str, eval_id: int) -> list[PendingGroup]:
         """Items of one evaluation with something to generate, in item order."""
@@ -87,11 +98,13 @@ class Lifecycle:
         items = sorted(int(name.decode().partition(".")[2]) for name in names)
         records = await self._store.pipelined([("HGET", key(run, f"eval:{eval_id}"), f"item:{i}") for i in items])
         return await self._pending(
-            run, [(f"{run}.e{eval_id}.{i}", i, decode_eval_item(r)) for i, r in zip(items, records, strict=True)]
+            run, [(f"{run}.e{eval_id}.{i}", i, 0, decode_eval_item(r)) for i, r in zip(items, records, strict=True)]
         )
 
-    async def _pending(self, run: str, groups: Sequence[tuple[str, int, PromptItem | EvalItem]]) -> list[PendingGroup]:
-        ids = [(g, s) for g, _, prompt in groups for s in range(prompt.n)]
+    async def _pending(
+        self, run: str, groups: Sequence[tuple[str, int, int, PromptItem | EvalItem]]
+    ) -> list[PendingGroup]:
+        ids = [(g, s) for g, _, draw, prompt in groups for s in _samples(prompt.n, draw)]
         states = await self._store.pipelined([("HGET", trajectory_key(run, f"{g}.{s}"), "state") for g, s in ids])
         todo: dict[str, list[int]] = {}
         for (group_id, sample), state in zip(ids, states, strict=True):
@@ -99,7 +112,7 @@ class Lifecycle:
                 todo.setdefault(group_id, []).append(sample)
         return [
             PendingGroup(group_id=g, number=number, prompt=prompt, samples=tuple(todo[g]))
-            for g, number, prompt in groups
+            for g, number, _, prompt in groups
             if g in todo
         ]
 
@@ -130,6 +143,10 @@ class Lifecycle:
             await self._store.call("generated", run, time.time(), trajectory.trajectory_id, record, *grade)
         ).decode()
         return None if state == "unknown" else State(state)
+
+    async def drop_unfinished(self, run: str, group_id: str, reason: DropReason) -> int:
+        """Under max_lag: drops what is still to be generated of a group; its other samples go on. Returns how many."""
+        return await self._store.call("drop_unfinished", run, time.time(), group_id, reason.value)
 
     async def drop_items(self, run: str, groups: Sequence[str], reason: DropReason) -> int:
         """Drops what is unfinished of evaluation items. Returns how many samples."""
@@ -162,30 +179,34 @@ class Lifecycle:
     # rewards and the queue
 
     async def closable(self, run: str) -> list[int]:
-        """Numbers of the groups whose samples are all REWARDED and that are not queued yet, ascending."""
+        """Numbers of the groups whose samples are all REWARDED, or under max_lag DROPPED, and not queued yet, ascending."""
         return [int(n) for n in await self._client.zrange(key(run, "closable"), 0, -1)]
 
     async def close_group(self, run: str, number: int) -> tuple[Closed, Group | None]:
-        """Puts a complete group into the training queue: states become QUEUED, rewards are sealed."""
-        data = await self._client.hget(key(run, "prompts"), str(number))
+        """Puts a group into the training queue, under max_lag what is left of it: states become QUEUED, rewards are sealed."""
+        data, draw = await self._store.pipelined(
+            [("HGET", key(run, "prompts"), number), ("HGET", key(run, "draws"), number)]
+        )
         if data is None:
             return Closed.NOT_READY, None
         group_id = f"{run}.{number}"
-        ids = [f"{group_id}.{i}" for i in range(decode_prompt(data).n)]
+        ids = [f"{group_id}.{i}" for i in _samples(decode_prompt(data).n, int(draw or 0))]
         # Revisions are read first: a reward that comes in between makes the script answer `changed`.
         revisions = await self._store.pipelined(
             [("HGET", trajectory_key(run, i), "rewards_revision") for i in ids]
         )  # fmt: skip
         records = await self._store.trajectories(run, ids, with_tokens=True)
-        if any(record.state is not State.REWARDED for record in records):
+        if any(record.state not in (State.REWARDED, State.DROPPED) for record in records):
             return Closed.NOT_READY, None
+        given = [pair for pair in zip(records, revisions, strict=True) if pair[0].state is State.REWARDED]
         group = Group(
             run=run,
             group_id=group_id,
             prompt_number=number,
-            trajectories=tuple(_rewarded(record) for record in records),
+            trajectories=tuple(_rewarded(record) for record, _ in given),
         )
-        answer = await self._store.call("enqueue", run, time.time(), number, encode_group(group), *revisions)
+        args = [arg for record, revision in given for arg in (record.trajectory_id, revision)]
+        answer = await self._store.call("enqueue", run, time.time(), number, encode_group(group), *args)
         return Closed(answer.decode()), group
 
     async def first_deadline(self, run: str) -> tuple[float, str] | None:
@@ -193,8 +214,17 @@ class Lifecycle:
         found = await self._client.zrange(key(run, "deadlines"), 0, 0, withscores=True)
         return (found[0][1], found[0][0].decode()) if found else None
 
+    async def expire(self, run: str) -> int:
+        """Under max_lag: drops samples of a running run whose reward is overdue. Returns how many."""
+        return await self._store.call("expire", run, time.time(), EXPIRED_AT_ONCE)
+
     async def num_overdue(self, run: str, now: float) -> int:
         return await self._client.zcount(key(run, "deadlines"), "-inf", now)
+
+
+def _samples(n: int, draw: int) -> range:
+    """Sample indices of a group; each draw has its own, and so its own tokens."""
+    return range(n * draw, n * (draw + 1))
 
 
 def _rewarded(record: TrajectoryRecord) -> Trajectory:

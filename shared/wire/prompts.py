@@ -26,7 +26,8 @@ class RewardSpec:
     mode: Literal["external", "exact_match"] = "external"
     """external: clients PUT them. exact_match: the gateway compares the stripped sampled text with `answer` (1 or 0)."""
     deadline_s: float = 3600.0
-    """From generated until every source must have answered. After it the run pauses; nothing becomes a zero."""
+    """From generated until every source must have answered. After it the run pauses or, under max_lag, the sample is dropped;
+    nothing becomes a zero."""
     sources: tuple[str, ...] = ("default",)
     answer: str | None = None
 

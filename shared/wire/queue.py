@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from shared.wire import stored, valkey
-from shared.wire.codec import CodecError, decode_group
+from shared.wire.codec import CodecError, decode_group, encode_group
 from shared.wire.durability import MARK
 from shared.wire.records import Fenced, NotDurable, RunOver, RunRecord
 from shared.wire.run import RunConfig, RunState
@@ -54,6 +55,8 @@ class TrainQueue:
         self._groups: dict[int, Group] = {}
         self._durable: tuple[int, str] = (0, "")
         """Step and archive of the newest checkpoint."""
+        self._server_id = ""
+        """Run id of the server that has everything up to the last sync."""
 
     @classmethod
     def connect(cls, url: str, *, consumer: str = "trainer-0") -> TrainQueue:
@@ -99,7 +102,7 @@ class TrainQueue:
             if self._sync() == server_id:
                 break
         self._groups.clear()
-        self._durable = next_step, ""
+        self._durable, self._server_id = (next_step, ""), server_id
         self._read_pending(run, epoch)
         self._claim_others(run, epoch)
         log.info("took the run over", run=run, epoch=epoch, next_step=next_step, newly_trained=num_trained,
@@ -111,8 +114,9 @@ class TrainQueue:
     ) -> list[Group] | None:
         """The complete batch `step` in prompt-number order; its trajectories become LEASED(step). None at the deadline.
 
-        Blocks while the run is paused. Groups dropped by an operator's decision (poison, then resume) are missing from it,
-        and under max_lag those that no trainer can train. Raises Fenced, RunOver.
+        Blocks while the run is paused. Groups dropped by an operator's decision (poison, then resume) are missing from it.
+        Under max_lag so are samples that no trainer can train, or whose reward did not come, and groups of which too few
+        samples were left twice. Raises Fenced, RunOver, NotDurable.
 
         Args:
             digests: of the versions that the trainer holds; None: any.
@@ -138,6 +142,8 @@ class TrainQueue:
                 self.commit_trained(run, durable_step=self._durable[0], epoch=epoch, archive=self._durable[1])
                 continue
             if answer == b"ok" and not missing:
+                if config.max_lag is not None and not self._drops_are_durable(config, batch):
+                    continue
                 return [self._groups.pop(n) for n in batch]
             if time.monotonic() >= deadline:
                 return None
@@ -157,13 +163,35 @@ class TrainQueue:
     def _drop_unusable(
         self, config: RunConfig, numbers: Sequence[int], epoch: int, digests: Collection[str] | None
     ) -> bool:
-        """The hard check of max_lag. Whether a group was dropped."""
-        reasons = {n: reason for n in numbers if (reason := unusable(config, self._groups[n], digests))}
-        for number, reason in reasons.items():
-            log.warning("group dropped", run=config.run, number=number, reason=reason)
-            self._call("drop_group", config.run, time.time(), epoch, number, reason.value)
+        """The hard check of max_lag. Whether a trajectory was dropped; what is left of its group is queued anew."""
+        is_changed = False
+        for number in numbers:
+            group = self._groups[number]
+            reasons = unusable(config, group, digests)
+            if not reasons:
+                continue
+            rest = tuple(t for t in group.trajectories if t.trajectory_id not in reasons)
+            is_enough = len(rest) >= config.least_survivors
+            log.warning("trajectories dropped", run=config.run, number=number, reasons=reasons, left=len(rest))
+            record = encode_group(replace(group, trajectories=rest)) if is_enough else b""
+            dropped = [part for name, reason in reasons.items() for part in (name, reason.value)]
+            self._call("drop_trajectories", config.run, time.time(), epoch, number, record, *dropped)
             del self._groups[number]
-        return bool(reasons)
+            is_changed = True
+        return is_changed
+
+    def _drops_are_durable(self, config: RunConfig, batch: Sequence[int]) -> bool:
+        """Whether what the batch does without is on disk: otherwise a power cut could forget the drop of a sample, which the
+        checkpoint would then make TRAINED. False: the server was restarted, look again."""
+        partial = [n for n in batch if len(self._groups[n].trajectories) < config.samples_per_prompt]
+        if not partial and len(batch) == config.prompts_per_step:
+            return True
+        before, self._server_id = self._server_id, self._sync()
+        if self._server_id == before:
+            return True
+        for number in partial:
+            del self._groups[number]
+        return False
 
     def record_step(self, run: str, step: int, metrics: Mapping[str, Any], *, epoch: int) -> None:
         """Appends to the run's steps (JSON: finite numbers, strings, lists) and advances its `step` to step + 1.
@@ -317,20 +345,23 @@ def _validated(config: RunConfig, fields: Mapping[bytes, bytes]) -> Group:
     return group
 
 
-def unusable(config: RunConfig, group: Group, digests: Collection[str] | None) -> DropReason | None:
-    """Why no step may train this group, if so: under max_lag its oldest token is too old, or a version of it is none that exists.
+def unusable(config: RunConfig, group: Group, digests: Collection[str] | None) -> dict[str, DropReason]:
+    """Trajectories of a group that no step may train, by id, and why: under max_lag the oldest token is too old, or a version
+    is none that exists.
 
     Args:
         digests: of the versions that the trainer holds when it is at the group's batch; None: any.
     """
     if config.max_lag is None:
-        return None
+        return {}
     batch = config.batch_of(group.prompt_number)
-    spans = [(t, s) for t in group.trajectories for s in t.spans if s.kind is SpanKind.SAMPLED]
-    if any(s.policy_step < config.version_for(batch) for _, s in spans):
-        return DropReason.STALE
-    # Tokens of another engine are no version's of ours.
-    ours = {s.manifest_digest for t, s in spans if not t.sampler}
-    if (digests is not None and ours - set(digests)) or any(s.policy_step > batch for _, s in spans):
-        return DropReason.ORPHAN_LINEAGE
-    return None
+    reasons = {}
+    for t in group.trajectories:
+        spans = [s for s in t.spans if s.kind is SpanKind.SAMPLED]
+        # Tokens of another engine are no version's of ours.
+        ours = set() if t.sampler or digests is None else {s.manifest_digest for s in spans} - set(digests)
+        if any(s.policy_step < config.version_for(batch) for s in spans):
+            reasons[t.trajectory_id] = DropReason.STALE
+        elif ours or any(s.policy_step > batch for s in spans):
+            reasons[t.trajectory_id] = DropReason.ORPHAN_LINEAGE
+    return reasons

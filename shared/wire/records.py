@@ -165,7 +165,7 @@ class TrajectoryRecord:
     rewards: Mapping[str, StoredReward] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     deadline: float | None = None
-    """Unix time at which the missing reward pauses the run; while awaiting one."""
+    """Unix time at which the missing reward pauses the run or, under max_lag, drops the sample; while awaiting one."""
     timestamps: Mapping[str, float] = field(default_factory=dict)
     """Unix seconds at which each state was entered."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -223,6 +223,8 @@ class Counts:
     eval_by_state: Mapping[State, int]
     ingested: int = 0
     """Of those accepted, the ones that were sampled elsewhere."""
+    replaced: int = 0
+    """Groups that were sampled again because too few of their samples were left."""
 
     @property
     def trained(self) -> int:

@@ -77,6 +77,9 @@ class RunConfig:
     running samples take new weights on. Keeps the engine busy through the tail of a batch; a run can't be repeated to the bit."""
     temperature: float = 1.0
     """Of every training rollout; the trainer divides its logits by the same number."""
+    min_group: int = 2
+    """Under max_lag, samples of a group that must be left, rewarded, for it to be trained on; one with fewer is sampled again,
+    once. Under a fixed lag a group is whole, so it stays at 2."""
     checkpoint_interval: int = 5
     """Steps between durable checkpoints."""
     keep_checkpoints: int = 2
@@ -84,7 +87,7 @@ class RunConfig:
     queue_batches: int = 0
     """Batches that may be accepted beyond the durable checkpoint. 0: checkpoint_interval + lag (or max_lag) + 2."""
     reward_deadline_s: float = 3600.0
-    """From generated to rewarded. A missed one pauses the run; it is never a reward of zero."""
+    """From generated to rewarded. A missed one pauses the run or, under max_lag, drops the sample; it is never a zero."""
     on_mismatch: Literal["stop", "continue"] = "stop"
     """What exact mode does when one bit of one logprob differs."""
     audit_share: float = 1.0
@@ -134,12 +137,31 @@ class RunConfig:
             _at_least("max_lag", self.max_lag, 0)
             if self.lag != 1:
                 raise ValueError(f"lag ({self.lag}) and max_lag ({self.max_lag}) exclude each other: give one of them")
+        self._check_min_group()
         least = self.checkpoint_interval + self.oldest_lag + 1
         if self.queue_batches and self.queue_batches <= least:
             raise ValueError(
                 f"queue_batches must exceed checkpoint_interval + {'lag' if self.max_lag is None else 'max_lag'} + 1 = {least}, "
                 f"got {self.queue_batches}: entries stay queued until a checkpoint covers them, so the run would deadlock"
             )
+
+    def _check_min_group(self) -> None:
+        if self.max_lag is None and self.min_group != 2:
+            raise ValueError(
+                f"min_group ({self.min_group}) belongs to max_lag: under a fixed lag a group is trained whole"
+            )
+        compares = self.algorithm.advantage in GROUP_ADVANTAGES
+        least, most = 2 if compares else 1, max(2, self.samples_per_prompt)
+        if not least <= self.min_group <= most:
+            raise ValueError(
+                f"min_group must be in [{least}, {most}] with {self.algorithm.advantage} and samples_per_prompt "
+                f"{self.samples_per_prompt}, got {self.min_group}"
+            )
+
+    @property
+    def least_survivors(self) -> int:
+        """Samples without which a group is not trained on: all, under a fixed lag."""
+        return self.samples_per_prompt if self.max_lag is None else min(self.min_group, self.samples_per_prompt)
 
     @property
     def queue_bound_batches(self) -> int:

@@ -87,6 +87,7 @@ class RunStore(EvaluationReader):
             answer = await self.call(
                 "create_run", config.run, time.time(), uuid.uuid4().hex, json.dumps(unstructure(config)),
                 config.prompts_per_step, config.num_steps, config.queue_bound_batches,
+                0 if config.max_lag is None else config.least_survivors,
             )  # fmt: skip
         if answer[0] == b"exists":
             raise RunExists(f"run {config.run} exists; choose another name")

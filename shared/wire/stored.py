@@ -148,6 +148,7 @@ def counts(fields: Fields, queue_depth: int) -> Counts:
         dropped=below("dropped:"),
         rewards_late=by_name.get("rewards_late", 0),
         ingested=by_name.get("ingested", 0),
+        replaced=by_name.get("replaced", 0),
         queue_depth=queue_depth,
         eval_accepted=by_name.get("eval:accepted", 0),
         eval_by_state={State(name): n for name, n in below("eval:state:").items()},

@@ -35,6 +35,10 @@ class DropReason(StrEnum):
     STALE = "stale"
     ORPHAN_LINEAGE = "orphan_lineage"
     INFRA_ERROR = "infra_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    """max_lag: its reward did not come within its deadline."""
+    SMALL_GROUP = "small_group"
+    """max_lag: nothing is wrong with it, but too few of its siblings are left to be compared with."""
     POISON = "poison"
     CANCELLED = "cancelled"
 

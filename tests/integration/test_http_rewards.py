@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from shared.wire.lifecycle import Closed
+from tests.deadline import DEADLINE_S
 from tests.integration.gateway_harness import HttpGateway
 from timzero.client import ApiError, Client
 
@@ -61,6 +64,50 @@ def test_late_reward_is_refused_and_counted(http: httpx.Client, client: Client, 
     assert (late.status_code, late.json()["code"]) == (409, "reward-too-late")
     assert client.metrics(run)["rewards_late"] == 1
     assert client.trajectory(run, sample)["rewards"] == {}
+
+
+def test_under_max_lag_a_reward_after_the_deadline_is_too_late_for_its_sample_alone(
+    http: httpx.Client, client: Client, gateway: HttpGateway, make_run: Callable[..., str]
+) -> None:
+    run = make_run(max_lag=1, samples_per_prompt=3)
+    client.post_prompts(run, [{"number": 0, "prompt": "1", "reward": {"deadline_s": 1e-9}}])
+    for sample in range(3):
+        client.put_reward(run, f"{run}.0.0", "default", 1.0)
+        client.put_reward(run, f"{run}.0.2", "default", 0.0)
+        gateway.generate(run, f"{run}.0.{sample}", [5])
+    assert gateway.call(gateway.lifecycle.expire(run)) == 1
+    late = put(http, run, f"{run}.0.1", "default", {"value": 1.0})
+    assert (late.status_code, late.json()["code"]) == (409, "reward-too-late")
+    status, group = gateway.call(gateway.lifecycle.close_group(run, 0))
+    assert status is Closed.QUEUED
+    assert [(t.sample_index, t.reward) for t in group.trajectories] == [(0, 1.0), (2, 0.0)]
+    m = client.metrics(run)
+    assert (m["dropped"], m["rewards_late"], m["replaced"], m["live"]) == ({"reward_timeout": 1}, 1, 0, 2)
+    events = client.stream_events(run, deadline_s=DEADLINE_S, types=["trajectory.dropped"])
+    dropped = next(events)
+    assert (dropped.trajectory_id, dropped.data["reason"]) == (f"{run}.0.1", "reward_timeout")
+    lost = client.trajectory(run, f"{run}.0.1")
+    assert (lost["state"], lost["reason"], lost["reward"], lost["rewards"]) == ("dropped", "reward_timeout", None, {})
+
+
+def test_samples_that_take_the_place_of_lost_ones_are_listed_announced_and_rewarded_like_any(
+    client: Client, gateway: HttpGateway, make_run: Callable[..., str]
+) -> None:
+    run = make_run(max_lag=1)
+    (posted,) = client.post_prompts(run, [{"number": 0, "prompt": "1", "reward": {"deadline_s": 1e-9}}])
+    for sample in range(2):
+        gateway.generate(run, f"{run}.0.{sample}", [5])
+    assert gateway.call(gateway.lifecycle.expire(run)) == 2
+    assert gateway.call(gateway.lifecycle.close_group(run, 0))[0] is Closed.REPLACED
+    assert client.metrics(run)["replaced"] == 1
+    events = client.stream_events(run, deadline_s=DEADLINE_S, types=["trajectory.accepted"])
+    assert [next(events).trajectory_id for _ in range(4)] == [f"{run}.0.{i}" for i in range(4)]
+    for sample in (2, 3):
+        gateway.generate(run, f"{run}.0.{sample}", [6])
+        client.put_reward(run, f"{run}.0.{sample}", "default", 1.0)
+    assert gateway.call(gateway.lifecycle.close_group(run, 0))[0] is Closed.QUEUED
+    (again,) = client.post_prompts(run, [{"number": 0, "prompt": "1", "reward": {"deadline_s": 1e-9}}])
+    assert (again["status"], again["trajectory_ids"]) == (200, posted["trajectory_ids"])
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,29 @@ def test_a_run_paused_for_missing_rewards_is_served_and_resumed(client, job):
     assert outcome.metrics["trained"] == outcome.metrics["accepted"] == 8
 
 
+def test_under_max_lag_a_lost_reward_costs_one_sample_and_a_lost_group_is_sampled_again(client, job):
+    lost = {f"{job.run.run}.{n}" for n in ("0.1", "1.0", "1.1", "1.2")}
+
+    class Forgetful(Driver):
+        def _reward(self, trajectory_ids):
+            super()._reward([i for i in trajectory_ids if i not in lost])
+
+    job = job.with_run(max_lag=1, samples_per_prompt=4, reward_deadline_s=3.0)
+    outcome = Forgetful(client, job, Quiet()).drive()
+    assert outcome.problems == []
+    m = outcome.metrics
+    assert m["replaced"] >= 1
+    # On a slow machine more may be overdue; what was lost in any case is counted as what it is.
+    assert m["dropped"]["reward_timeout"] >= len(lost)
+    assert m["accepted"] == m["trained"] + sum(m["dropped"].values())
+    assert sum(s.metrics["trajectories"] for s in outcome.steps) == m["trained"]
+    for step in outcome.steps:
+        assert step.metrics["missing_trajectories"] == 4 * step.metrics["groups"] - step.metrics["trajectories"]
+    dropped = [t for t in client.trajectories(job.run.run) if t["state"] == "dropped"]
+    assert {t["trajectory_id"] for t in dropped if t["reason"] == "reward_timeout"} >= lost
+    assert all(t["reward"] is None for t in dropped if t["reason"] == "reward_timeout")
+
+
 def test_a_run_paused_by_an_operator_is_waited_for(client, job):
     name, noted = job.run.run, threading.Event()
 

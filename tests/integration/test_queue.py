@@ -22,25 +22,14 @@ from tests.deadline import DEADLINE_S
 from tests.integration.wire_testing import (
     checked_counts,
     fill,
-    open_store,
     prompt,
-    run_async,
     run_config,
     trajectory,
     valkey_server,
+    with_store,
 )
 
 pytest_plugins = ("tests.integration.valkey_fixtures",)
-
-
-def with_store(url, act):
-    """Runs `act(store)` as the gateway would, from the outside of the trainer's thread."""
-
-    async def go():
-        async with open_store(url) as store:
-            return await act(store)
-
-    return run_async(go)
 
 
 def start_run(url, *, filled: range = range(0), **values) -> None:
@@ -347,7 +336,7 @@ def test_the_queue_is_bounded_and_takes_a_group_once(url, queue):
 
 def poison_entry(url, number: int, data: bytes) -> None:
     async def act(store):
-        revisions = ["1", "1"]
+        revisions = [f"r.{number}.0", "1", f"r.{number}.1", "1"]
         answer = await store.call("enqueue", "r", time.time(), number, data, *revisions)
         assert answer == b"queued"
 

@@ -52,6 +52,16 @@ async def open_store(url: str, *, durable_timeout_s: float = 10.0) -> AsyncItera
         await store.close()
 
 
+def with_store(url: str, act: Callable[[RunStore], Awaitable[T]]) -> T:
+    """Runs `act(store)` as the gateway would, from the outside of the trainer's thread."""
+
+    async def go() -> T:
+        async with open_store(url) as store:
+            return await act(store)
+
+    return run_async(go)
+
+
 def empty(url: str) -> None:
     redis.Redis.from_url(url).flushall()
 

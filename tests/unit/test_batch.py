@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.trainer.advantage import ADVANTAGES, advantages
 from services.trainer.batch import BatchError, MicroBatch, PolicyVersion, build_batch, empty_micro_batch
 from services.trainer.packing import even_runs
 from shared.kernels import build_ops
@@ -65,6 +66,44 @@ def test_everything_keeps_prompt_order_whatever_order_arrives(engine: Engine, co
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert a.num_sequences == 12
     assert a.rollout_T.tolist() == [x for g in groups for t in g.trajectories for x in t.logprobs.tolist()]
+
+
+@given(
+    lost=st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=3, max_size=3),
+    name=st.sampled_from(sorted(ADVANTAGES)),
+)
+@settings(max_examples=30)
+def test_a_group_is_trained_with_its_survivors_as_if_the_others_had_never_been(
+    seven_groups: list[Group], model: Path, lost: list[set[int]], name: str
+) -> None:
+    config = run_config(model, lag=1, max_lag=1)
+    groups = seven_groups[:3]
+    left = [
+        replace(g, trajectories=tuple(t for t in g.trajectories if t.sample_index not in out))
+        for g, out in zip(groups, lost, strict=True)
+    ]
+    whole, batch = (build_batch(g, config, step=0, vocab_size=VOCAB) for g in (groups, left))
+    kept_N = torch.tensor(
+        [t.sample_index not in out for g, out in zip(groups, lost, strict=True) for t in g.trajectories]
+    )
+    assert (batch.num_missing, whole.num_missing) == (int((~kept_N).sum()), 0)
+    assert batch.num_sequences == int(kept_N.sum())
+    for field in ("reward_N", "group_N", "num_tokens_N"):
+        assert torch.equal(getattr(batch, field), getattr(whole, field)[kept_N]), field
+    assert torch.equal(batch.rollout_T, whole.rollout_T[kept_N[whole.sequence_T]])
+    # Nor do the lost ones, whatever their rewards would have been, enter a mean or a deviation.
+    rewards_N = torch.where(kept_N, whole.reward_N, 1e6)
+    alone_N = advantages(
+        name, reward_N=batch.reward_N, group_N=batch.group_N, num_tokens_N=batch.num_tokens_N,
+        accepted_N=torch.ones(batch.num_sequences, dtype=torch.bool),
+    )  # fmt: skip
+    among_N = advantages(
+        name, reward_N=rewards_N, group_N=whole.group_N, num_tokens_N=whole.num_tokens_N, accepted_N=kept_N
+    )
+    torch.testing.assert_close(alone_N, among_N[kept_N], rtol=1e-12, atol=1e-12)
+    if not name.startswith("reinforce"):
+        # A sum over the whole batch may be taken in another order; one over siblings is not.
+        assert torch.equal(alone_N, among_N[kept_N])
 
 
 @given(tokens=st.integers(1, 200), mini_steps=st.integers(1, 7), world_size=st.integers(1, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -208,6 +209,10 @@ GOOD = {"run": "demo", "model": "some/model"}
         ({"lag": -1}, "lag"),
         ({"temperature": 0}, "greedy belongs to the evaluation lane"),
         ({"reward_deadline_s": 0}, "reward_deadline_s"),
+        ({"reward_deadline_s": math.inf}, "reward_deadline_s: Input should be a finite number, got inf"),
+        ({"min_group": 3}, r"min_group \(3\) belongs to max_lag"),
+        ({"max_lag": 1, "min_group": 1}, r"min_group must be in \[2, 8\] with grpo .*got 1"),
+        ({"max_lag": 1, "min_group": 9}, r"min_group must be in \[2, 8\] .* samples_per_prompt 8, got 9"),
         ({"samples_per_prompt": 1}, "grpo compares siblings"),
         ({"algorithm": {"mini_steps": 9}}, r"mini_steps \(9\) exceeds prompts_per_step \(8\)"),
         ({"algorithm": {"tis_cap": 0}}, "tis_cap"),
@@ -245,6 +250,16 @@ def test_under_max_lag_versions_and_the_queue_reach_as_far_back_as_it(max_lag: i
     assert config.oldest_lag == max_lag
     assert config.version_for(batch) == max(0, batch - max_lag)
     assert config.queue_bound_batches > interval + max_lag + 1
+
+
+def test_a_group_is_trained_whole_under_a_fixed_lag_and_by_its_survivors_under_max_lag() -> None:
+    whole = {"run": "r", "model": "m", "samples_per_prompt": 4}
+    assert RunConfig(**whole).least_survivors == 4
+    assert RunConfig(**whole, max_lag=1).least_survivors == 2
+    assert RunConfig(**whole, max_lag=1, min_group=4).least_survivors == 4
+    alone = AlgorithmConfig(advantage="reinforce_whitened")
+    assert RunConfig(**whole | {"samples_per_prompt": 1}, max_lag=1, algorithm=alone).least_survivors == 1
+    assert RunConfig(**whole, max_lag=1, min_group=1, algorithm=alone).least_survivors == 1
 
 
 def test_a_run_needs_a_name_and_a_model() -> None:

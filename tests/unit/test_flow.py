@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from prometheus_client import generate_latest
 
 from services.gateway.flow import FlowMetrics
 from shared.metrics import names
 from shared.metrics.server import value
 from shared.wire.records import Counts, RunRecord
 from shared.wire.run import RunConfig, RunState
-from shared.wire.types import State
+from shared.wire.types import DropReason, State
 
 
 def record(name: str, **config: object) -> RunRecord:
@@ -22,7 +25,7 @@ def record(name: str, **config: object) -> RunRecord:
 def counts(accepted: int) -> Counts:
     return Counts(
         accepted=accepted, by_state={State.QUEUED: accepted}, dropped={"stale": 2}, rewards_late=0, queue_depth=3,
-        eval_accepted=0, eval_by_state={},
+        eval_accepted=0, eval_by_state={}, replaced=1,
     )  # fmt: skip
 
 
@@ -40,3 +43,14 @@ def test_a_counter_follows_the_stored_count_and_never_goes_back() -> None:
         assert value(names.TRAJECTORIES_ACCEPTED, run="counted") == total
         assert value(names.TRAJECTORIES, run="counted", state="queued") == accepted
     assert value(names.TRAJECTORIES_DROPPED, run="counted", reason="stale") == 2
+    assert value(names.REPLACED_GROUPS, run="counted") == 1
+
+
+@pytest.mark.parametrize("reason", list(DropReason))
+def test_every_reason_of_a_drop_is_exported_from_the_start(reason: DropReason) -> None:
+    flow, run = FlowMetrics(), record(f"drops-{reason}")
+    flow.update(run, replace(counts(4), dropped={}))
+    sample = f'timzero_trajectories_dropped_total{{reason="{reason}",run="drops-{reason}"}}'
+    assert f"{sample} 0.0" in generate_latest().decode()
+    flow.update(run, replace(counts(4), dropped={reason.value: 3}))
+    assert f"{sample} 3.0" in generate_latest().decode()

@@ -148,7 +148,7 @@ class OpportunisticRun(RuleBasedStateMachine):
         if step == self.config.num_steps or not all(self.is_generated(n) for n in batch):
             return
         held = {version(s).digest for s in range(max(0, step - self.config.oldest_lag), step + 1)}
-        assert [unusable(self.config, group(self.partials[n], n), held) for n in batch] == [None] * size
+        assert [unusable(self.config, group(self.partials[n], n), held) for n in batch] == [{}] * size
         self.trained += 1
         self.published = max(self.published, self.trained + 1)
         if self.trained % self.config.checkpoint_interval == 0 or self.trained == self.config.num_steps:

@@ -24,15 +24,11 @@ else
   redis.call('ZADD', R .. ':todo', number, number)
 end
 local group = RUN .. '.' .. number
-local first = redis.call('HINCRBY', R .. ':counts', 'accepted', n) - n
-redis.call('HINCRBY', R .. ':counts', 'state:accepted', n)
-for i = 0, n - 1 do
-  local id = group .. '.' .. i
-  redis.call('HSET', R .. ':t:' .. id, 'state', 'accepted', 'group', group, 'number', number, 'sample', i, 'n', n,
-    'prompt_id', prompt_id, 'sources', ARGV[7], 'deadline_s', ARGV[8], 'at:accepted', now)
-  if sampler then redis.call('HSET', R .. ':t:' .. id, 'record', ARGV[10 + 2 * i], 'sampler', sampler) end
-  redis.call('ZADD', R .. ':trajectories', first + i, id)
-  event('trajectory.accepted', id, group, '')
+add_samples(number, 0, n, prompt_id, ARGV[7], ARGV[8], now)
+if sampler then
+  for i = 0, n - 1 do
+    redis.call('HSET', R .. ':t:' .. group .. '.' .. i, 'record', ARGV[10 + 2 * i], 'sampler', sampler)
+  end
 end
 -- Trained before it was on disk, forgotten with Valkey's last second, and posted again.
 if tonumber(number) < run[4] * size then

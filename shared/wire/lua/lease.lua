@@ -12,7 +12,7 @@ end
 for i = 5, #ARGV do
   for _, id in ipairs(members(RUN .. '.' .. ARGV[i])) do
     if state_of(id) == 'queued' then move(id, 'leased', ARGV[1]) end
-    redis.call('HSET', R .. ':t:' .. id, 'step', ARGV[3])
+    if not is_left_out(id) then redis.call('HSET', R .. ':t:' .. id, 'step', ARGV[3]) end
   end
 end
 return 'ok'
