@@ -243,7 +243,7 @@ class Flights:
         if work.is_evaluation:
             await self._lifecycle.drop_items(work.run, [work.group_id], DropReason.INFRA_ERROR)
         elif not work.is_pinned:
-            await self._lifecycle.drop_unfinished(work.run, work.group_id, DropReason.INFRA_ERROR)
+            await self._lifecycle.drop_unfinished(work.run, work.group_id, work.group.samples, DropReason.INFRA_ERROR)
             for index in work.group.samples:
                 self._partials.pop(f"{work.group_id}.{index}", None)
         else:

@@ -93,7 +93,7 @@ class RewardJoin:
         num_dropped = await self._lifecycle.expire(run.run)
         log.warning("dropped: missing reward", run=run.run, samples=num_dropped, first=trajectory_id)
         # There may be more of them, and groups to close.
-        return 0.0
+        return 0.0 if num_dropped else MAX_WAIT_S
 
     async def _pause(self, run: str, now: float, trajectory_id: str) -> None:
         overdue = await self._lifecycle.num_overdue(run, now)

@@ -144,9 +144,10 @@ class Lifecycle:
         ).decode()
         return None if state == "unknown" else State(state)
 
-    async def drop_unfinished(self, run: str, group_id: str, reason: DropReason) -> int:
-        """Under max_lag: drops what is still to be generated of a group; its other samples go on. Returns how many."""
-        return await self._store.call("drop_unfinished", run, time.time(), group_id, reason.value)
+    async def drop_unfinished(self, run: str, group_id: str, samples: Sequence[int], reason: DropReason) -> int:
+        """Under max_lag: drops those samples of a group that are still to be generated; the others go on. Returns how many."""
+        ids = [f"{group_id}.{i}" for i in samples]
+        return await self._store.call("drop_unfinished", run, time.time(), group_id, reason.value, *ids)
 
     async def drop_items(self, run: str, groups: Sequence[str], reason: DropReason) -> int:
         """Drops what is unfinished of evaluation items. Returns how many samples."""

@@ -126,6 +126,9 @@ def test_a_group_that_falls_short_at_the_lease_is_sampled_again_once_and_then_it
         assert queue.lease("r", 1, epoch=epoch, deadline_s=0.05) is None
     assert (counts.dropped, counts.replaced) == ({"orphan_lineage": 1, "small_group": 1}, 1)
     assert with_store(url, pending) == [("r.2", (2, 3))]
+    # The call again, as after a lost reply: it is about samples that are dropped already, and not about those in their place.
+    queue._call("drop_trajectories", "r", time.time(), epoch, 2, b"", "r.2.1", "orphan_lineage")
+    assert with_store(url, checked_counts) == counts
     # The trainer is at its batch, so its version can always sample what is missing.
     with_store(url, lambda store: sample_and_close(store, 2, {2: [of(2)], 3: [of(1)]}))
     (group,) = queue.lease("r", 1, epoch=epoch, deadline_s=DEADLINE_S)

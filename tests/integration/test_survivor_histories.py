@@ -39,6 +39,7 @@ Key = tuple[int, int]
 
 numbers = st.integers(0, NUMBERS - 1)
 places = st.integers(0, N - 1)
+losses = st.sampled_from([set(), {0}, {1, 2}, {0, 1, 2}])
 ages = st.sampled_from([0, 0, 0, 0, 1, 2, -1])
 """Of a sample: its batch minus its version. 2 is stale, -1 is of a version that does not exist."""
 
@@ -173,8 +174,9 @@ class LossyHistory(RuleBasedStateMachine):
     def fail(self, number: int) -> None:
         """Replica after replica broke on what is unfinished of a group."""
         unfinished = self.of_state(number, "accepted")
-        num = self.do(self.lifecycle.drop_unfinished("r", f"r.{number}", DropReason.INFRA_ERROR))
-        assert num == len(unfinished)
+        samples = [sample for _, sample in self.members(number)]
+        for num in (len(unfinished), 0):
+            assert num == self.do(self.lifecycle.drop_unfinished("r", f"r.{number}", samples, DropReason.INFRA_ERROR))
         for key in unfinished:
             self.drop(key, "infra_error")
 
@@ -200,15 +202,17 @@ class LossyHistory(RuleBasedStateMachine):
                 assert [(number, t.sample_index) for t in group.trajectories] == survivors
                 assert all(t.reward is not None for t in group.trajectories)
                 self.states |= dict.fromkeys(survivors, "queued")
+            # A repeat changes nothing, also where other samples have taken their place.
+            assert self.do(self.lifecycle.close_group("r", number))[0] == "not_ready"
 
-    @rule(lost=st.integers(0, NUMBERS), is_trained=st.booleans())
-    def everything_for_the_next_batch(self, lost: int, is_trained: bool) -> None:
-        """Chance alone would seldom bring a whole batch to the trainer. One sample is lost on the way."""
+    @rule(lost=st.tuples(losses, losses), is_trained=st.booleans())
+    def everything_for_the_next_batch(self, lost: tuple[set[int], set[int]], is_trained: bool) -> None:
+        """Chance alone would seldom bring a whole batch to the trainer. Some rewards of its groups never come."""
         for number in range(SIZE * self.step, min(SIZE * (self.step + 1), NUMBERS)):
             self.post(number)
             for key in self.members(number):
                 self.generate(number, [(key[1] % N, 0)])
-                if key[1] % N != lost:
+                if key[1] % N not in lost[number % SIZE]:
                     self.reward(number, key[1] % N, key[1] // N)
         self.expire()
         self.close_groups()

@@ -3,7 +3,8 @@
 local refused = fenced(ARGV[2])
 if refused then return refused end
 local now, number = ARGV[1], ARGV[3]
-if is_dropped(number) then return 'dropped' end
+-- A repeat after a lost reply must not meet the samples that took their place; an entry that is gone comes back by itself.
+if redis.call('HEXISTS', R .. ':queued', number) == 0 then return 'gone' end
 for i = 5, #ARGV, 2 do
   if not is_final(state_of(ARGV[i])) then move(ARGV[i], 'dropped', now, ARGV[i + 1]) end
 end

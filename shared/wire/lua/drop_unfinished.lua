@@ -1,10 +1,10 @@
--- ARGV: now, group, reason. Under max_lag: what is still to be generated of a group is DROPPED. Returns how many.
+-- ARGV: now, group, reason, ids. Under max_lag: those of a group that are still to be generated are DROPPED. Returns how many.
 local group, moved = ARGV[2], 0
 if tonumber(redis.call('HGET', R .. ':run', 'min_group') or 0) == 0 then return 0 end
-for _, id in ipairs(members(group)) do
-  local state = state_of(id)
+for i = 4, #ARGV do
+  local state = state_of(ARGV[i])
   if state == 'accepted' or state == 'generating' then
-    move(id, 'dropped', ARGV[1], ARGV[3])
+    move(ARGV[i], 'dropped', ARGV[1], ARGV[3])
     moved = moved + 1
   end
 end
