@@ -93,8 +93,9 @@ def test_128k_keys_are_one_function_in_all_three_uses(heads: tuple[int, int, int
     trained.backward(torch.ones_like(trained))
 
 
-def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are() -> None:
-    heads, page, length = (16, 8, 128), 64, 5000
+@pytest.mark.parametrize("page", [16, 64])
+def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are(page: int) -> None:
+    heads, length = (16, 8, 128), 5000
     width = heads[1] * heads[2]
     vast = torch.zeros((2**31 + 2**26) // width, heads[1], heads[2], dtype=HALF, device=DEVICE)
     q, k, _ = qkv(length, heads, HALF)
@@ -109,7 +110,12 @@ def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are() 
     qkv_rows = torch.cat((q[4000:], k[4000:], k[4000:]), 1).flatten(1).contiguous()
     merged.place_qkv(qkv_rows, None, 0.0, angles, (vast, vast), rows[4000:])
     assert same_bits(vast[rows], k)
-    for q_lens, contexts in (([1, 1, 3, 60, 300], [length, 500, length, 1000, 4321]), ([1], [length])):
+    many = list(range(1, length, 20))
+    for q_lens, contexts in (
+        ([1, 1, 3, 60, 300], [length, 500, length, 1000, 4321]),
+        ([1], [length]),
+        ([1] * len(many), many),
+    ):
         picked = torch.cat([torch.arange(c - n, c) for n, c in zip(q_lens, contexts, strict=True)]).to(DEVICE)
         far, near = (paged_layout([t] * len(q_lens), page, q_lens, contexts) for t in (high, table))
         assert same_bits(attention(q[picked], vast, vast, far, 0.125), attention(q[picked], store, store, near, 0.125))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels import reference
+from shared.kernels.cuda import attention_cached
 from shared.kernels.cuda.attention import attention
 from shared.kernels.cuda.merged import MergedRows
 from shared.kernels.cuda.rowwise import kv_write
@@ -79,12 +80,15 @@ def vast() -> Iterator[Tensor]:
         del store
 
 
-def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are(vast: Tensor) -> None:
+@pytest.mark.parametrize("page", [16, 64])
+def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are(
+    vast: Tensor, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row times stride does not fit 32 bits there: cut to them it points into nowhere, and the process dies.
 
-    Keys and values share the store; queries split, walk, and fill tiles.
+    Keys and values share the store; queries split, walk, fill tiles, and are many.
     """
-    page, length = 64, 1090
+    length = 1090
     q, k, _ = qkv(length, (4, 2, 64), torch.float16)
     (store, _), (table,) = in_pages(k, k, [length], page)
     last = vast.shape[0] // page - 1
@@ -97,7 +101,12 @@ def test_rows_beyond_two_billion_elements_are_written_and_read_where_they_are(va
     qkv_rows = torch.cat((q[1000:], k[1000:], k[1000:]), 1).flatten(1)
     merged.place_qkv(qkv_rows, None, 0.0, angles, (vast, vast), rows[1000:])
     assert same_bits(vast[rows], k)
-    for q_lens, contexts in (([1, 1, 3, 60], [length, 500, length, 1000]), ([1], [length])):
+    monkeypatch.setattr(attention_cached, "MANY_PROGRAMS", 8)
+    for q_lens, contexts in (
+        ([1, 1, 3, 60], [length, 500, length, 1000]),
+        ([1], [length]),
+        ([1] * 5, [1, 64, 65, 300, length]),
+    ):
         picked = torch.cat([torch.arange(c - n, c) for n, c in zip(q_lens, contexts, strict=True)])
         far, near = (paged_layout([t] * len(q_lens), page, q_lens, contexts) for t in (high, table))
         assert same_bits(attention(q[picked], vast, vast, far, 0.125), attention(q[picked], store, store, near, 0.125))
