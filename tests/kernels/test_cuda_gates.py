@@ -9,7 +9,9 @@ from torch import Tensor
 
 from benchmarks import kernels
 from benchmarks.harness import Record, Recorder, gradient_errors
-from tests.kernels.kernel_testing import wide
+from benchmarks.kernel_cases.fixed_tile import fixed_tile
+from shared.kernels.cuda.gemm import REFERENCE, gemm
+from tests.kernels.kernel_testing import same_bits, wide
 
 
 class Section:
@@ -42,6 +44,15 @@ def test_a_section_is_timed_only_where_no_check_is_red(metric: str, value: float
     assert kernels.run_section("case", section, {}, recorder) is is_timed
     assert section.is_timed is is_timed
     assert section.found in recorder.records, "what was found is told either way"
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 40), (300, 260, 130)], ids=str)
+def test_the_published_products_are_in_the_class_whichever_program_takes_a_tile(shape: tuple[int, int, int]) -> None:
+    """More tiles than programs, and less; sizes that are no multiples of a tile's."""
+    tokens, n, k = shape
+    x, w = wide(tokens, k, dtype=torch.float16), wide(n, k, dtype=torch.float16, seed=1)
+    expected = gemm(x, w, REFERENCE, bias=None, out=torch.empty(tokens, n, dtype=torch.float16))
+    assert same_bits(fixed_tile(x, w, out=torch.empty_like(expected)), expected)
 
 
 def test_each_gradient_is_measured_against_float64_and_a_wrong_one_is_red() -> None:
