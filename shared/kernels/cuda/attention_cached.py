@@ -34,7 +34,8 @@ def block_rows(table, chunk, ids, n, rn, limit, PAGE: tl.constexpr, AT_ONCE: tl.
         row = tl.sum(tl.where(is_here, ids, 0), 0).to(tl.int64) * PAGE + n % PAGE
     else:
         if AT_ONCE:
-            page = tl.gather(ids, (t - chunk) // PAGE, 0)
+            # the pipeliner looks up the block behind the last one too, whose page the chunk does not have
+            page = tl.gather(ids, ((t - chunk) // PAGE) & (ids.shape[0] - 1), 0)
         else:
             # one page id per position, even where a block lies in one page: the pipeliner prefetches a tensor of page ids
             # along with the keys, but would wait for a scalar one
