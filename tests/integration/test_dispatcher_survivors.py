@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from services.gateway.rewards import RewardJoin
 from shared.wire.codec import decode_group
-from shared.wire.lifecycle import Lifecycle
+from shared.wire.ingest import IngestedGroup
+from shared.wire.lifecycle import Closed, Lifecycle
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.records import RewardStatus
 from shared.wire.run import RunState
@@ -151,6 +153,31 @@ def test_replicas_that_fail_every_group_of_a_batch_pause_the_run(url):
             assert counts.dropped == {"infra_error": 8}
             await r.store.set_run_state("r", RunState.RUNNING)
             await r.states(awaiting_reward=2, dropped=8)
+
+    run_async(test)
+
+
+def test_a_group_that_was_sampled_elsewhere_is_not_sampled_again_and_a_batch_of_it_alone_pauses_the_run(url):
+    async def test():
+        async with open_store(url) as store:
+            await store.create_run(run_config(max_lag=1))
+            for number in range(2):
+                group = IngestedGroup(
+                    prompt=prompt(number, deadline_s=1e-9),
+                    trajectories=tuple(replace(trajectory(number, s), sampler="elsewhere") for s in range(2)),
+                    rewards=({"default": 1.0}, {}),
+                )
+                await store.accept_groups("r", [(group.fingerprint, group)])
+            lifecycle = Lifecycle(store)
+            assert await lifecycle.expire("r") == 2
+            assert (await lifecycle.close_group("r", 0))[0] is Closed.DROPPED
+            assert (await store.get_run("r")).state is RunState.RUNNING
+            assert (await lifecycle.close_group("r", 1))[0] is Closed.DROPPED
+            run = await store.get_run("r")
+            assert (run.state, run.reason) == (RunState.PAUSED, "missing_reward")
+            assert "the batch is trained without it when the run is resumed" in run.detail
+            counts = await checked_counts(store)
+            assert (counts.dropped, counts.replaced) == ({"reward_timeout": 2, "small_group": 2}, 0)
 
     run_async(test)
 

@@ -65,7 +65,7 @@ class LossyHistory(RuleBasedStateMachine):
         """Groups that their batch does without."""
         self.leased: dict[int, set[Key]] = {}
         self.step = self.durable = self.late = 0
-        self.is_paused = False
+        self.is_paused = self.is_stopped = False
 
     def do(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, DEADLINE_S))
@@ -95,7 +95,7 @@ class LossyHistory(RuleBasedStateMachine):
     def is_closable(self, number: int) -> bool:
         members = self.members(number)
         settled = self.of_state(number, "rewarded", "dropped")
-        return number not in self.gone and bool(members) and settled == members
+        return not self.is_stopped and number not in self.gone and bool(members) and settled == members
 
     def fall_short(self, number: int) -> None:
         for key in self.members(number):
@@ -115,7 +115,11 @@ class LossyHistory(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def post(self, number: int) -> None:
-        if (number, 0) not in self.states and number < (self.durable + CONFIG.queue_bound_batches) * SIZE:
+        if (
+            not self.is_stopped
+            and (number, 0) not in self.states
+            and number < (self.durable + CONFIG.queue_bound_batches) * SIZE
+        ):
             self.do(self.store.accept_prompts("r", [prompt(number, n=N, deadline_s=1e-9)]))
             self.states |= {(number, s): "accepted" for s in range(N)}
 
@@ -137,11 +141,25 @@ class LossyHistory(RuleBasedStateMachine):
             if state == "awaiting_reward":
                 self.states[key] = "rewarded"
 
+    @precondition(lambda self: not self.is_stopped)
     @rule(state=st.sampled_from([RunState.PAUSED, RunState.RUNNING, RunState.RUNNING]))
     def pause_or_resume(self, state: RunState) -> None:
         self.do(self.store.set_run_state("r", state))
         self.is_paused = state is RunState.PAUSED
 
+    @precondition(lambda self: self.step and not self.is_stopped)
+    @rule(dice=st.integers(0, 9))
+    def stop_run(self, dice: int) -> None:
+        """What is live is cancelled, and TRAINED after all where a checkpoint turns out to hold it."""
+        if dice:
+            return
+        self.do(self.store.set_run_state("r", RunState.STOPPED))
+        self.is_stopped, self.is_paused = True, False
+        for key, state in self.states.items():
+            if state not in ("trained", "dropped"):
+                self.drop(key, "cancelled")
+
+    @precondition(lambda self: not self.is_stopped)
     @rule(number=numbers, dice=st.integers(0, 3))
     def cancel_group(self, number: int, dice: int) -> None:
         if dice or (number, 0) not in self.states:
@@ -216,12 +234,12 @@ class LossyHistory(RuleBasedStateMachine):
                     self.reward(number, key[1] % N, key[1] // N)
         self.expire()
         self.close_groups()
-        if is_trained and self.step < CONFIG.num_steps:
+        if is_trained and self.step < CONFIG.num_steps and not self.is_stopped:
             self.train_a_step()
 
     # the trainer
 
-    @precondition(lambda self: self.step < CONFIG.num_steps)
+    @precondition(lambda self: self.step < CONFIG.num_steps and not self.is_stopped)
     @rule()
     def train_a_step(self) -> None:
         """What can't be trained is dropped at the lease: nothing else, and none of the others."""
@@ -264,6 +282,7 @@ class LossyHistory(RuleBasedStateMachine):
         self.queue.commit_trained("r", durable_step=self.step, epoch=self.epoch)
         self.become_trained()
 
+    @precondition(lambda self: not self.is_stopped)
     @rule(lost=st.integers(0, 2))
     def trainer_restarts(self, lost: int) -> None:
         self.step = max(self.durable, self.step - lost)
@@ -274,7 +293,9 @@ class LossyHistory(RuleBasedStateMachine):
 
     def become_trained(self) -> None:
         for step in range(self.durable, self.step):
-            self.states |= dict.fromkeys(self.leased[step], "trained")
+            for key in self.leased[step]:
+                self.states[key] = "trained"
+                self.reasons.pop(key, None)
         self.durable = max(self.durable, self.step)
 
     # what must hold after every step
