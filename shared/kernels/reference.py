@@ -76,6 +76,26 @@ def lm_logprob(
     return logp.gather(1, targets_R[:, None].long()).squeeze(1), logits.argmax(-1), -(logp.exp() * logp).sum(-1)
 
 
+def grouped_linear(x_TD: Tensor, weight_END: Tensor, experts_TK: Tensor) -> Tensor:
+    """[T, K, N]: each token through the weights of each of its experts."""
+    products = (weight_END[chosen].double() @ x for x, chosen in zip(x_TD.double(), experts_TK, strict=True))
+    return torch.stack(list(products)).to(x_TD.dtype)
+
+
+def combine(rows_TKD: Tensor, gates_TK: Tensor) -> Tensor:
+    """[T, D]: the rows of a token's slots, weighted and added in float64, rounded once."""
+    return (rows_TKD.double() * gates_TK.double()[:, :, None]).sum(1).to(rows_TKD.dtype)
+
+
+def write_kv(rows_TKD: Tensor, store_RKD: Tensor, slots_T: Tensor) -> Tensor:
+    """The store with the rows of the slots that are not negative."""
+    store = store_RKD.clone()
+    for row, slot in zip(rows_TKD, slots_T.tolist(), strict=True):
+        if slot >= 0:
+            store[slot] = row
+    return store
+
+
 def route_softmax(logits_TE: Tensor, top_k: int, recorded_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Qwen3-MoE's order: softmax over all experts, the chosen ones gathered, renormalised; in float64."""
     probs_TE = logits_TE.double().softmax(1)
