@@ -141,7 +141,8 @@ class Arms:
             yield self._again(f"chunks of {size}", self._engine(max_chunk_tokens=size), everyone)
         yield self._eager(graphs)
         yield self._prefix_hits()
-        yield self._preempted()
+        yield self._preempted(shares_prefixes=False)
+        yield self._preempted(shares_prefixes=True)
 
     def controls(self) -> Iterator[Finding]:
         """What must differ: library products in the engine, the library's attention in the trainer's forward."""
@@ -214,14 +215,19 @@ class Arms:
         self._answers(engine, everyone, batch=len(everyone))
         return self._again("prefix hits", engine, everyone, proof=proof)
 
-    def _preempted(self) -> Finding:
+    def _preempted(self, *, shares_prefixes: bool) -> Finding:
         def proof(engine: OfflineEngine) -> str:
-            return "" if engine.engine.scheduler.num_preemptions else "nobody was preempted"
+            scheduler = engine.engine.scheduler
+            if shares_prefixes and not scheduler.num_prefix_hit_tokens:
+                return "nobody found its pages again"
+            return "" if scheduler.num_preemptions else "nobody was preempted"
 
         plan = self.plan
         least = (-(-plan.max_model_len // plan.page_size) + 2) * plan.page_size
-        engine = self._engine(kv_cache_tokens=max(plan.kv_tokens // 2 // plan.page_size * plan.page_size, least))
-        return self._again("preempted and resumed", engine, range(self.plan.num_requests), proof=proof)
+        tokens = max(plan.kv_tokens // 2 // plan.page_size * plan.page_size, least)
+        engine = self._engine(kv_cache_tokens=tokens, shares_prefixes=shares_prefixes)
+        arm = "preempted, resumed behind its own pages" if shares_prefixes else "preempted and resumed"
+        return self._again(arm, engine, range(self.plan.num_requests), proof=proof)
 
     def _continued(self, engine: OfflineEngine) -> Finding:
         """The second half of every sample, its first half given: what a replica does that takes over another's work."""

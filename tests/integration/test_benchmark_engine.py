@@ -73,6 +73,7 @@ def test_the_contract_holds_in_every_arm_and_the_controls_show(tmp_path, capsys)
     assert arms >= {
         "trainer's packed forward", "batch of 1", "batch of 8", "other positions", "continued elsewhere", "chunks of 1",
         "chunks of 17", "eager", "prefix hits", "preempted and resumed",
+        "preempted, resumed behind its own pages",
     }  # fmt: skip
     assert {r["params"]["temperature"] for r in records} == {0.6, 1.0, 1.3}
 
