@@ -88,9 +88,8 @@ def gradient_errors(
     def gradients(run: Callable[..., torch.Tensor], wanted: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(wanted, copy=True).requires_grad_() for x in inputs.values()]
         out = run(*leaves)
-        generator = torch.Generator(out.device).manual_seed(0)
         # what all of them are given must be exact in the narrowest
-        grad = torch.randn(out.shape, generator=generator, device=out.device).to(dtype)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.device, dtype)
         out.backward(grad.to(out.dtype))
         return [leaf.grad.double() for leaf in leaves]  # type: ignore[union-attr]
 

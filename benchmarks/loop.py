@@ -47,6 +47,8 @@ PHASES = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
 """Of an engine step: four of the host, three of the device."""
 LEAST_ALONE = 0.1
 """Of a step's generation, beside which nothing trains, before its share of waiting says anything."""
+GOAL_SETTING = 512, 128
+"""Samples of a step and tokens of each, for which there are targets."""
 MAX_NEITHER, MAX_IDLE = 0.20, 0.05
 """Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
 TINY = (
@@ -139,22 +141,27 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
         value, spread = statistics.median(values), quarters(values)
         return Record("loop", "step", params, job.run.numerics, metric, value, unit, spread=spread, **more)
 
+    def share(metric: str, values: list[float], unit: str, most: float) -> Record:
+        """With its target, in the setting that has one."""
+        against: dict[str, Any] = {}
+        if (params["samples"], params["tokens"]) == GOAL_SETTING:
+            against = {"baseline": f"at most {most}", "ratio": most / max(statistics.median(values), 1e-9)}
+        return record(metric, values, unit, **against)
+
     lengths = [window[1] - window[0] for window, _, _ in found]
     yield record("step_s", lengths, "s")
     yield record("tokens_per_s", [row["tokens"] / n for (_, row, _), n in zip(found, lengths, strict=True)], "tokens/s")
     for part in dict.fromkeys(name for _, _, parts in found for name in parts):
         yield record(f"{part}_s", [parts.get(part, 0.0) for _, _, parts in found], "s")
-    share = [neither(parts) / n for (_, _, parts), n in zip(found, lengths, strict=True)]
-    at_most = {"baseline": f"at most {MAX_NEITHER}", "ratio": MAX_NEITHER / max(statistics.median(share), 1e-9)}
-    yield record("neither_share", share, "of a step", **at_most)
+    beside = [neither(parts) / n for (_, _, parts), n in zip(found, lengths, strict=True)]
+    yield share("neither_share", beside, "of a step", MAX_NEITHER)
     steps = [max(series.increase(STEPS, window), 1.0) for window, _, _ in found]
     for phase in PHASES:
         seconds = [series.increase(f"timzero_engine_seconds_total:{phase}", window) for window, _, _ in found]
         yield record(f"engine_{phase}_ms", [1e3 * s / n for s, n in zip(seconds, steps, strict=True)], "ms/engine step")
     if torch.cuda.is_available() and series.has(IDLE):
         idle = [waiting(series, window) for window, _, _ in found]
-        at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(idle), 1e-9)}
-        yield record("gpu_waits_share", idle, "of generation", **at_most)
+        yield share("gpu_waits_share", idle, "of generation", MAX_IDLE)
         spans = [(window, outside(window, row["phases"])) for window, row, _ in found]
         alone = [
             waiting(series, *parts)
@@ -162,8 +169,7 @@ def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
             if on_device(series, *parts) > LEAST_ALONE * on_device(series, window)
         ]
         if alone:
-            at_most = {"baseline": f"at most {MAX_IDLE}", "ratio": MAX_IDLE / max(statistics.median(alone), 1e-9)}
-            yield record("gpu_waits_alone_share", alone, "of generation beside no training", **at_most)
+            yield share("gpu_waits_alone_share", alone, "of generation beside no training", MAX_IDLE)
 
 
 def neither(parts: Mapping[str, float]) -> float:

@@ -17,6 +17,7 @@ plain bfloat16."""
 IN_GRAPH, ALONE = "decode_in_graph_time_us", "decode_alone_time_us"
 CHECKS = {
     "attention_phases": "attention: decode, chunked prefill and packed forward, any page size",
+    "attention_packed_forward": "attention: the packed forward that training runs, and the one that defines its bits",
     "attention_forward_shapes": "attention: the ways to compile its forward",
     "logprob": "logprob: sampling and scoring, any row count",
     "rms_norm": "RMSNorm, any row count",

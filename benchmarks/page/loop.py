@@ -34,7 +34,8 @@ def runs(r: Results) -> list[Run]:
 
 
 def name_of(params: dict[str, Any]) -> str:
-    return f"{params['max_running']} running" if "max_running" in params else params["model"]
+    samples = f"{params['samples']} x {params['tokens']}"
+    return f"{samples}, {params['max_running']} running" if "max_running" in params else samples
 
 
 def step_chart(r: Results) -> str:
@@ -66,23 +67,16 @@ def comparison(every: list[Run]) -> str:
 
 def unmet(r: Results, engine: Results) -> str:
     """Why the GPU waits, where it does more than it may."""
-    found = [f for f in r.all("step", "gpu_waits_share") if f["ratio"] < 1]
+    found = [f for f in r.all("step", "gpu_waits_share") if f["baseline"] and f["ratio"] < 1]
     if not found:
         return ""
     shares = " and ".join(percent(f["value"]) for f in found)
-    host, device = (
-        engine.value("tiny", "host_ms"),
-        sum(engine.value("tiny", f"{part}_ms") for part in ("device", "sample")),
-    )
-    why = ""
-    if host > device:
-        why = f"""\
-A step of so small a model takes less time on the device than its bookkeeping takes on the host: in the engine
-alone, `tiny` above, {device:.1f} ms against {host:.1f}."""
     return f"""\
-One target is not met: the GPU waits for the host in {shares} of generation ({limit(found[0])} was the target).
-{why} With the 1.7B shape, whose steps are longer, the engine alone waits
-{percent(engine.value("uniform", "gpu_waits_share"))} of the time; the loop of services was not measured with it."""
+One target is not met: the GPU waits for the host in {shares} of generation ({limit(found[0])} was the target). A step
+of so small a model takes a millisecond or two, and whatever keeps the host for longer shows: a shape of step that was
+not captured before above all, which is run and captured in 50 ms. With the 1.7B shape, whose steps are longer, the
+engine alone waits {percent(engine.value("uniform", "gpu_waits_share"))} of the time; the loop of services was not
+measured with it."""
 
 
 def limit(found: dict[str, Any]) -> str:
@@ -91,10 +85,23 @@ def limit(found: dict[str, Any]) -> str:
     return f"{words} {100 * float(share):g} %"
 
 
+def beside_cpu(r: Results) -> str:
+    """What the records of two CPU cores are good for."""
+    same = [f for f in r.all("step", "tokens_per_s") if f["ratio"]]
+    if not same:
+        return "The runs on two CPU cores have other settings; they are here because anybody can repeat them."
+    found = same[0]
+    return (
+        f"{found['params']['samples']} samples of {found['params']['tokens']} tokens were run on two CPU cores too: the "
+        f"H200 trains {found['ratio']:.0f} times the tokens a second. The other run on a CPU is there for anybody to repeat."
+    )
+
+
 def section(r: Results, cpu: Results, engine: Results) -> str:
     compared, differing = (sum(f["value"] for f in r.all("tim", m)) for m in ("compared_tokens", "differing_bits"))
-    neither = " and ".join(percent(f["value"]) for f in r.all("step", "neither_share"))
-    allowed = limit(r.first("step", "neither_share"))
+    judged = [f for f in r.all("step", "neither_share") if f["baseline"]]
+    neither = " and ".join(percent(f["value"]) for f in judged)
+    allowed = limit(judged[0])
     return f"""\
 ## The loop of services
 
@@ -108,8 +115,7 @@ and the last are not timed. Each number is a median over steps, so parts do not 
 
 On the H200 the trainer compared **{compared:,.0f} tokens** with what the engine had recorded, under the version
 that sampled them: **{differing:,.0f} differ**. The share of a step that is neither generation nor training is
-{neither} ({allowed} was the target). The runs on two CPU cores have other settings and are of another commit; they
-are here because anybody can repeat them, not for a ratio.
+{neither} ({allowed} was the target, for 512 samples of 128 tokens). {beside_cpu(r)}
 
 {unmet(r, engine)}
 """

@@ -342,4 +342,4 @@ def test_histories_in_which_samples_are_lost_agree_with_the_model(tmp_path_facto
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_histories_in_which_samples_are_lost_agree_with_the_model(tmp_path_factory):
-    check(tmp_path_factory, max_examples=500, step_count=60)
+    check(tmp_path_factory, max_examples=200, step_count=60)

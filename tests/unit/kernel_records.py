@@ -51,7 +51,9 @@ class TableOfNothing:
         rejected = {"m64n64k64": "differs at 3 rows", "m256n256k64": "does not fit this device: memory"}
         return Entry(["few"] * 6 + ["many"] * 11, [1.0] * 17, "cublaslt", 8192, rejected, checked=1080)
 
-    def linear(self, x: torch.Tensor, w: torch.Tensor, **options: Any) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
         return torch.empty(x.shape[0], w.shape[0], dtype=options.get("out_dtype"), device="meta")
 
 
@@ -79,6 +81,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name, num_bytes in (("memory_allocated", 0), ("max_memory_allocated", 2_500_000_000)):
         monkeypatch.setattr(torch.cuda, name, lambda num_bytes=num_bytes: num_bytes)
+    monkeypatch.setattr("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)
     recorder = Recorder(None)
     recorder.add_ceilings("kernels", LIMITS)
     with WithoutMemory():
