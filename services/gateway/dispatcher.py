@@ -41,6 +41,8 @@ log = structlog.get_logger()
 MAX_WAIT_S = 10.0
 """Longest time without a look, should a signal get lost."""
 SIGNAL_BLOCK_S = 1.0
+METRICS_INTERVAL_S = 0.25
+"""Between two updates of the run's metrics, at least: there are hundreds of events a second."""
 _DISPATCHES = (b"trajectory.accepted", b"trajectory.dropped", b"evaluation.accepted", b"run.")
 """Events after which there may be something to dispatch."""
 _NO_REWARD = (b"trajectory.accepted", b"trajectory.generating")
@@ -259,6 +261,7 @@ class Dispatcher:
         # Whatever came before the cursors is found by looking once.
         self._wake.set()
         self._rewards.wake.set()
+        due = 0.0
         while True:
             streams = {valkey.CREATED: created} | ({valkey.key(run, "events"): cursor} if run else {})
             for stream, entries in await client.xread(streams, count=1000, block=int(SIGNAL_BLOCK_S * 1000)):
@@ -268,7 +271,8 @@ class Dispatcher:
                 elif stream == valkey.key(run, "events").encode():
                     cursor = entries[-1][0]
                     self._signal({fields[b"type"] for _, fields in entries})
-            if run:
+            if run and time.monotonic() >= due:
+                due = time.monotonic() + METRICS_INTERVAL_S
                 self._metrics.update(await self._store.get_run(run), await self._store.counts(run))
 
     def _signal(self, types: set[bytes]) -> None:
