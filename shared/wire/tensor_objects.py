@@ -7,6 +7,7 @@ with which credentials and timeouts, is the machine's business.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,9 +29,8 @@ def write_object(root: str, manifest: Manifest, tensors: Mapping[str, RawTensor]
     may be there is short, and replaced by the next attempt.
     """
     uri = f"{root.rstrip('/')}/{manifest.run}/{version_name(manifest.version)}"
-    store, path = _open(uri)
     header, begins = file_layout(manifest.tensors)
-    with store.open(f"{path}/{WEIGHTS_FILE}", "wb") as file:
+    with _store(uri) as (store, path), store.open(f"{path}/{WEIGHTS_FILE}", "wb") as file:
         file.write(header)
         for name in begins:
             view = raw_view(tensors[name].data)
@@ -44,11 +44,11 @@ def object_chunks(manifest: Manifest, *, names: Collection[str] = ()) -> Iterato
 
     Raises: OSError when it can't be read, DigestMismatch when it is not such a file.
     """
-    store, directory = _open(manifest.uri)
-    path = f"{directory}/{WEIGHTS_FILE}"
     header, begins = file_layout(manifest.tensors)
     nbytes = len(header) + sum(e.nbytes for e in manifest.tensors)
-    found = store.size(path), store.cat_file(path, start=0, end=len(header))
+    with _store(manifest.uri) as (store, directory):
+        path = f"{directory}/{WEIGHTS_FILE}"
+        found = store.size(path), store.cat_file(path, start=0, end=len(header))
     if found != (nbytes, header):
         raise DigestMismatch(f"{manifest.uri}/{WEIGHTS_FILE}", f"{nbytes} bytes behind this header", f"{found[0]}")
     places = [
@@ -61,7 +61,8 @@ def object_chunks(manifest: Manifest, *, names: Collection[str] = ()) -> Iterato
         here = places[first : first + AT_ONCE]
         starts = [begins[name] + offset for name, offset, _ in here]
         ends = [start + size for start, (_, _, size) in zip(starts, here, strict=True)]
-        ranges = store.cat_ranges([path] * len(here), starts, ends, on_error="raise")
+        with _store(manifest.uri) as (store, _):
+            ranges = store.cat_ranges([path] * len(here), starts, ends, on_error="raise")
         yield from (RawChunk(name, offset, data) for (name, offset, _), data in zip(here, ranges, strict=True))
 
 
@@ -86,8 +87,8 @@ def read_object(manifest: Manifest, *, deadline_s: float) -> dict[str, RawTensor
 
 def has_object(uri: str) -> bool:
     """Whether the version's file is there. Raises OSError when the store's package is not."""
-    store, path = _open(uri)
-    return store.exists(f"{path}/{WEIGHTS_FILE}")
+    with _store(uri) as (store, path):
+        return bool(store.exists(f"{path}/{WEIGHTS_FILE}"))
 
 
 def remove_objects(root: str, *, oldest_step: int, keep: Iterable[str]) -> list[str]:
@@ -97,23 +98,26 @@ def remove_objects(root: str, *, oldest_step: int, keep: Iterable[str]) -> list[
         root: of the run.
         keep: uris of versions that stay.
     """
-    store, path = _open(root)
     kept, removed = set(keep), []
-    for directory in store.ls(path, detail=False) if store.exists(path) else ():
-        name = directory.rstrip("/").rpartition("/")[2]
-        uri, match = f"{root}/{name}", re.fullmatch(VERSION_NAME, name)
-        if match and int(match[1]) < oldest_step and uri not in kept:
-            store.rm_file(f"{path}/{name}/{WEIGHTS_FILE}")
-            removed.append(uri)
+    with _store(root) as (store, path):
+        for directory in store.ls(path, detail=False) if store.exists(path) else ():
+            name = directory.rstrip("/").rpartition("/")[2]
+            uri, match = f"{root}/{name}", re.fullmatch(VERSION_NAME, name)
+            if match and int(match[1]) < oldest_step and uri not in kept:
+                store.rm_file(f"{path}/{name}/{WEIGHTS_FILE}")
+                removed.append(uri)
     return removed
 
 
-def _open(uri: str) -> tuple[Any, str]:
-    """A file system, and the path in it. Raises OSError when there is none for this uri here."""
+@contextlib.contextmanager
+def _store(uri: str) -> Iterator[tuple[Any, str]]:
+    """A file system, and the path in it. Within the block every failure is an OSError that names the uri."""
     try:
         store, path = fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError) as error:
-        raise OSError(f"{uri} can't be opened here: {error}") from error
-    # Others write to it, too.
-    store.invalidate_cache()
-    return store, path.rstrip("/")
+        # Others write to it, too.
+        store.invalidate_cache()
+        yield store, path.rstrip("/")
+    except OSError:
+        raise
+    except Exception as error:  # each store's package has errors of its own
+        raise OSError(f"{uri} can't be used here: {type(error).__name__}: {error}") from error

@@ -99,9 +99,17 @@ def test_replicas_read_from_the_store_and_what_is_retired_is_gone_from_it(proces
     assert {line["uri"].startswith(ROOT) for line in process.said("published")} == {True}
 
 
-def test_a_replica_that_can_not_reach_the_store_gets_the_bytes_from_weight_sync(process: Process) -> None:
+def test_a_replica_that_can_not_reach_the_store_gets_the_bytes_from_weight_sync(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with publisher(process) as made:
         manifest = publish(made, 0)
+    with monkeypatch.context() as elsewhere:
+        # The port of discard, where nobody listens.
+        elsewhere.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        s3fs.S3FileSystem.clear_instance_cache()
+        verify(manifest, fetch(manifest, address=process.address, deadline_s=DEADLINE_S))
+        s3fs.S3FileSystem.clear_instance_cache()
     manifest.uri = "nothing-like-it://bucket/demo"
     verify(manifest, fetch(manifest, address=process.address, deadline_s=DEADLINE_S))
 

@@ -211,7 +211,7 @@ def test_a_damaged_file_in_the_directory_is_data_loss_and_the_trainer_writes_it_
         (lambda m: setattr(m, "run", "../../etc"), "run must be"),
         (lambda m: setattr(m, "run_config_json", "{}"), "run_config_json"),
         (lambda m: setattr(m, "run_config_json", "not json"), "run_config_json"),
-        (lambda m: setattr(m, "uri", "nothing-like-it://x"), "can.t be opened here"),
+        (lambda m: setattr(m, "uri", "nothing-like-it://x"), "can.t be used here"),
         (lambda m: setattr(m, "uri", "file:///nowhere"), "Mount the trainer's directory"),
         (lambda m: m.ClearField("tensors"), "at least one tensor"),
     ],

@@ -118,8 +118,31 @@ def test_old_versions_are_removed_but_not_what_is_kept_or_is_no_version(root: st
 
 def test_a_store_that_nobody_here_can_open_is_an_error_that_names_it() -> None:
     tensors = weights(0, num_tensors=1, elements=8)
-    with pytest.raises(OSError, match=r"nothing-like-it://bucket/demo/0-0-.* can't be opened here"):
+    with pytest.raises(OSError, match=r"nothing-like-it://bucket/demo/0-0-.* can't be used here"):
         write_object("nothing-like-it://bucket", manifest_of(0, tensors), tensors)
+
+
+@pytest.mark.parametrize("call", ["open", "size", "cat_ranges", "exists", "ls"])
+def test_what_a_stores_package_raises_is_an_error_of_the_system_that_names_the_place(
+    root: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OfThePackage(Exception):
+        """As botocore raises where it finds no credentials, or no server."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OfThePackage("no way there")
+
+    tensors = weights(0, num_tensors=1, elements=8)
+    manifest = manifest_of(0, tensors)
+    manifest.uri = write_object(root, manifest, tensors)
+    calls = {
+        "open": lambda: write_object(root, manifest, tensors),
+        "exists": lambda: has_object(manifest.uri),
+        "ls": lambda: remove_objects(f"{root}/demo", oldest_step=1, keep=[]),
+    }
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), call, fail)
+    with pytest.raises(OSError, match=r"memory://.*can't be used here: OfThePackage: no way there"):
+        calls.get(call, lambda: read_object(manifest, deadline_s=DEADLINE_S))()
 
 
 def test_a_path_and_a_file_uri_are_directories() -> None:
