@@ -110,22 +110,22 @@ def main(words: Sequence[str] | None = None) -> int:
         print("benchmarks.contract needs a CUDA device, found none; --tiny runs on the CPU", file=sys.stderr)
         return 2
     plans = [SMALL] if args.tiny else [PLANS[name] for name in args.only or PLANS]
-    recorder = Recorder(args.out)
     arms: dict[str, list[Finding]] = {}
     controls: dict[str, list[Finding]] = {}
-    for plan in plans:
-        plan, decoder = weights(plan, args.model)
-        runner = Arms(plan, decoder)
-        for kind, found, run in (("arm", arms, runner.run), ("control", controls, runner.controls)):
-            begin = time.monotonic()
-            for finding in run():
-                found.setdefault(plan.name, []).append(finding)
-                for record in records(plan.name, kind, finding):
-                    recorder.add(record)
-                line = f"{finding.num_differing} of {finding.num_compared:,} tokens differ {finding.problem}"
-                print(f"{plan.name}: {finding.arm}: {line} ({time.monotonic() - begin:.0f} s)", flush=True)
+    with Recorder(args.out) as recorder:
+        for plan in plans:
+            plan, decoder = weights(plan, args.model)
+            runner = Arms(plan, decoder)
+            for kind, found, run in (("arm", arms, runner.run), ("control", controls, runner.controls)):
                 begin = time.monotonic()
-        recorder.save()
+                for finding in run():
+                    found.setdefault(plan.name, []).append(finding)
+                    for record in records(plan.name, kind, finding):
+                        recorder.add(record)
+                    line = f"{finding.num_differing} of {finding.num_compared:,} tokens differ {finding.problem}"
+                    print(f"{plan.name}: {finding.arm}: {line} ({time.monotonic() - begin:.0f} s)", flush=True)
+                    begin = time.monotonic()
+            recorder.save()
     show({name: [*arms[name], *controls[name]] for name in arms})
     return verdict(problems(arms, controls, is_proof=not args.tiny))
 

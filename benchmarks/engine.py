@@ -218,11 +218,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     limits = ceilings(chosen.device)
-    recorder = Recorder(args.out)
-    recorder.add_ceilings("engine", limits)
     is_well = True
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(soft_wrap=True)) as progress:
+    with Recorder(args.out) as recorder, Progress(*columns, console=Console(soft_wrap=True)) as progress:
+        recorder.add_ceilings("engine", limits)
         bench = Bench(chosen, limits, recorder, progress)
         for workload in chosen.workloads:
             is_well &= attempt(partial(bench.run, workload))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -178,17 +180,43 @@ class Budget:
 
 
 class Recorder:
-    """The records of a run, on disk soon after they are made, so that a run that is cut off has told what it found."""
+    """The records of a run, on disk soon after they are made, so that a run that is cut off has told what it found.
+
+    >>> with Recorder(path) as recorder:  # within the block SIGTERM, which `timeout` sends, saves and prints them too
+    ...     recorder.add(record)
+    """
 
     def __init__(self, out: Path | None, *, interval_s: float = 5.0) -> None:
         self.records: list[Record] = []
         self._out, self._interval_s, self._saved = out, interval_s, time.monotonic()
+        self._handler: Any = None
+
+    def __enter__(self) -> Recorder:
+        self._handler = signal.signal(signal.SIGTERM, self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
+        self.save()
+
+    def _end(self, number: int, _: object) -> None:
+        """Before what the block has open is closed, which may take longer than there is time."""
+        self.save()
+        # It may have come within a print.
+        with contextlib.suppress(RuntimeError):
+            report(self.records)
+        raise SystemExit(128 + number)
 
     def add(self, record: Record) -> Record:
         self.records.append(record)
         if time.monotonic() - self._saved > self._interval_s:
             self.save()
         return record
+
+    def renew(self, records: Iterable[Record], *, since: int) -> None:
+        """What was measured again, with more to go by, in place of all records from `since` on; saved at once."""
+        self.records = [*self.records[:since], *records]
+        self.save()
 
     def add_ceilings(self, bench: str, limits: dict[str, float]) -> None:
         """What `ceilings` measured, as the first records of a benchmark."""
@@ -231,10 +259,14 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def save(records: list[Record], out: Path | None) -> None:
-    """Writes the records as a JSON list, one a line."""
+    """Writes the records as a JSON list, one a line. The file is whole at any moment."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("[\n" + ",\n".join(json.dumps(asdict(r)) for r in records) + "\n]\n")
+        temporary = out.with_name(f".{out.name}.tmp")
+        # A signal's handler may have interrupted a save: not into the file that it has open.
+        temporary.unlink(missing_ok=True)
+        temporary.write_text("[\n" + ",\n".join(json.dumps(asdict(r)) for r in records) + "\n]\n")
+        temporary.replace(out)
 
 
 def report(records: list[Record]) -> None:

@@ -116,12 +116,12 @@ def main() -> int:
         print("benchmarks.kernels needs a CUDA device, found none", file=sys.stderr)
         return 2
     limits = ceilings()
-    recorder = Recorder(args.out)
-    recorder.add_ceilings("kernels", limits)
     is_well = True
-    for name, models in sections.items():
-        section: Section = SECTIONS[name] if name != "gemm" else gemm.Products(models, args.seconds)
-        is_well &= attempt(partial(run_section, name, section, limits, recorder))
+    with Recorder(args.out) as recorder:
+        recorder.add_ceilings("kernels", limits)
+        for name, models in sections.items():
+            section: Section = SECTIONS[name] if name != "gemm" else gemm.Products(models, args.seconds)
+            is_well &= attempt(partial(run_section, name, section, limits, recorder))
     report(recorder.records)
     return 0 if is_well else 1
 

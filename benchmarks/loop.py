@@ -17,8 +17,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from timzero.job import Job, load_job
 from timzero.local import stack_of
 from timzero.outcome import Outcome
 from timzero.report import collect, write
-from timzero.train import Driver
+from timzero.steps import StepSummary
+from timzero.train import Display, Driver
 
 CONFIG = Path(__file__).with_name("loop.toml")
 BUSY = "timzero_engine_step_seconds_sum"
@@ -49,6 +50,8 @@ LEAST_ALONE = 0.1
 """Of a step's generation, beside which nothing trains, before its share of waiting says anything."""
 GOAL_SETTING = 512, 128
 """Samples of a step and tokens of each, for which there are targets."""
+NOT_TIMED = 3
+"""The first two steps and the last."""
 MAX_NEITHER, MAX_IDLE = 0.20, 0.05
 """Targets: share of a step that is neither generation nor training; of generation in which the GPU waits."""
 TINY = (
@@ -75,18 +78,54 @@ def job_of(keys: Sequence[str], *, is_tiny: bool, name: str | None = None) -> Jo
         name: of the run.
     """
     job = load_job(CONFIG, [*(TINY if is_tiny else ()), *keys])
-    if job.run.num_steps < 4:
+    if job.run.num_steps <= NOT_TIMED:
         raise ValueError(
             f"num_steps must be at least 4, got {job.run.num_steps}: the first two steps and the last are not timed"
         )
     return job.with_run(model=str(model.get(job.run.model)), run=name or job.run.run)
 
 
-def run(job: Job, directory: Path, display: TerminalDisplay, *, page: Path | None = None) -> tuple[Outcome, Series]:
+@dataclass(frozen=True)
+class SoFar:
+    """What there is of an outcome while the run goes on."""
+
+    steps: tuple[StepSummary, ...]
+
+    @property
+    def is_timed(self) -> bool:
+        return len(self.steps) > NOT_TIMED
+
+
+OnStep = Callable[[SoFar, Series], object]
+
+
+@dataclass
+class Following:
+    """A display whose steps are handed on as well."""
+
+    display: Display
+    series: Series
+    on_step: OnStep
+    _steps: dict[int, StepSummary] = field(default_factory=dict)
+
+    def note(self, line: str) -> None:
+        self.display.note(line)
+
+    def step(self, step: StepSummary, num_steps: int) -> None:
+        self.display.step(step, num_steps)
+        # One that is trained again after a restart comes again.
+        self._steps[step.step] = step
+        self.on_step(SoFar(tuple(self._steps[n] for n in sorted(self._steps))), self.series)
+
+
+def run(
+    job: Job, directory: Path, display: TerminalDisplay, *, page: Path | None = None, on_step: OnStep | None = None
+) -> tuple[Outcome, Series]:
     """The job on services of its own, and what its replica's counters said meanwhile.
 
     Args:
         page: where its report goes.
+        on_step: called after every step.
     """
     held = HeldPort()
     table = replace(job.local, rollout={**job.local.rollout, "metrics_port": held.port})
@@ -95,7 +134,8 @@ def run(job: Job, directory: Path, display: TerminalDisplay, *, page: Path | Non
         Scraper(f"http://127.0.0.1:{held.port}/metrics") as scraper,
         connect(stack.base_url) as client,
     ):
-        outcome = Driver(client, job, display, check=stack.check).drive()
+        shown = display if on_step is None else Following(display, scraper.series, on_step)
+        outcome = Driver(client, job, shown, check=stack.check).drive()
         if page is not None:
             write(collect(client, job.run.run), page)
     held.close()
@@ -117,7 +157,7 @@ def unshared(job: Job, num_steps: int) -> dict[str, Any]:
     return {"steps": num_steps, "max_running": job.local.rollout.get("max_running")}
 
 
-def exactness(outcome: Outcome, job: Job) -> Iterator[Record]:
+def exactness(outcome: Outcome | SoFar, job: Job) -> Iterator[Record]:
     """Bits of every trained token, all steps."""
     params = settings(job) | unshared(job, len(outcome.steps))
     compared = sum(s.compared_tokens for s in outcome.steps)
@@ -129,7 +169,7 @@ def exactness(outcome: Outcome, job: Job) -> Iterator[Record]:
     yield Record("loop", "tim", params, job.run.numerics, "differing_bits", differing, "bits")
 
 
-def times(outcome: Outcome, job: Job, series: Series) -> Iterator[Record]:
+def times(outcome: Outcome | SoFar, job: Job, series: Series) -> Iterator[Record]:
     """Medians over the steps that are neither the first ones nor the last."""
     found = [
         (window, row, split(window, row["phases"], series, BUSY))
@@ -212,11 +252,19 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     recorder = Recorder(args.out)
-    with tempfile.TemporaryDirectory(prefix="timzero-loop-") as directory, TerminalDisplay("loop") as display:
+
+    def keep(outcome: Outcome | SoFar, series: Series) -> None:
+        timed = times(outcome, job, series) if not isinstance(outcome, SoFar) or outcome.is_timed else ()
+        recorder.renew([*exactness(outcome, job), *timed], since=0)
+
+    with (
+        recorder,
+        tempfile.TemporaryDirectory(prefix="timzero-loop-") as directory,
+        TerminalDisplay("loop") as display,
+    ):
         display.note(f"{settings(job)} on {machine()}")
-        outcome, series = run(job, Path(directory) / "run", display)
-    for record in (*exactness(outcome, job), *times(outcome, job, series)):
-        recorder.add(record)
+        outcome, series = run(job, Path(directory) / "run", display, on_step=keep)
+    keep(outcome, series)
     if args.against:
         compare(recorder.records, args.against)
     recorder.save()

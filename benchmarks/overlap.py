@@ -52,7 +52,7 @@ class Parts:
         return self.overlapped / max(min(self.generation, self.training), 1e-9)
 
 
-def parts_of(outcome: Outcome, series: Series) -> list[Parts]:
+def parts_of(outcome: Outcome | loop.SoFar, series: Series) -> list[Parts]:
     """Of every step but the first two and the last."""
     found = []
     for window, row in windows([s.metrics for s in outcome.steps]):
@@ -65,7 +65,7 @@ def parts_of(outcome: Outcome, series: Series) -> list[Parts]:
 
 
 def records(
-    name: str, job: Job, outcome: Outcome, steps: Sequence[Parts], baseline_s: float | None
+    name: str, job: Job, outcome: Outcome | loop.SoFar, steps: Sequence[Parts], baseline_s: float | None
 ) -> Iterator[Record]:
     """Args: baseline_s: a step without overlap."""
     params = loop.settings(job) | {"lag": job.run.oldest_lag, "steps": len(steps)}
@@ -97,26 +97,42 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def measured(
+    name: str, job: Job, recorder: Recorder, baseline_s: float | None, reports: Path | None
+) -> tuple[Outcome, list[Parts]]:
+    """Runs one setting; its records are kept after every step."""
+    since = len(recorder.records)
+
+    def keep(outcome: Outcome | loop.SoFar, series: Series) -> list[Parts]:
+        steps = parts_of(outcome, series)
+        if steps:
+            recorder.renew(records(name, job, outcome, steps, baseline_s), since=since)
+        return steps
+
+    page = reports / f"overlap-{job.run.run}.html" if reports else None
+    with tempfile.TemporaryDirectory(prefix="timzero-overlap-") as directory, TerminalDisplay(name) as display:
+        display.note(f"{name}: {loop.settings(job)} on {machine()}")
+        outcome, series = loop.run(job, Path(directory) / "run", display, page=page, on_step=keep)
+    return outcome, keep(outcome, series)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     args = arguments(words)
-    recorder, problems, baseline_s = Recorder(args.out), [], None
-    for name in args.only or SETTINGS:
-        try:
-            job = loop.job_of([*args.keys, *SETTINGS[name]], is_tiny=args.tiny, name=name.replace(" ", "-"))
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        page = args.reports / f"overlap-{job.run.run}.html" if args.reports else None
-        with tempfile.TemporaryDirectory(prefix="timzero-overlap-") as directory, TerminalDisplay(name) as display:
-            display.note(f"{name}: {loop.settings(job)} on {machine()}")
-            outcome, series = loop.run(job, Path(directory) / "run", display, page=page)
-        steps = parts_of(outcome, series)
-        for record in records(name, job, outcome, steps, baseline_s):
-            recorder.add(record)
-        if name == BASELINE:
-            baseline_s = statistics.median(p.step for p in steps)
-        problems += [f"{name}: {problem}" for problem in outcome.problems]
-        recorder.save()
+    try:
+        jobs = {
+            name: loop.job_of([*args.keys, *SETTINGS[name]], is_tiny=args.tiny, name=name.replace(" ", "-"))
+            for name in args.only or SETTINGS
+        }
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    problems, baseline_s = [], None
+    with Recorder(args.out) as recorder:
+        for name, job in jobs.items():
+            outcome, steps = measured(name, job, recorder, baseline_s, args.reports)
+            if name == BASELINE:
+                baseline_s = statistics.median(p.step for p in steps)
+            problems += [f"{name}: {problem}" for problem in outcome.problems]
     report(recorder.records)
     return verdict(problems)
 

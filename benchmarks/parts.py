@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 TAIL_BYTES = 8000
+START_S = 300.0
+"""Until a service is ready, and until a replica serves its first version: its kernels are certified, its graphs captured."""
+END_S = 20.0
+"""From SIGTERM to SIGKILL of a service."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +70,47 @@ def _start(part: Part, log: IO[bytes], stack: ExitStack) -> subprocess.Popen[byt
 def _tail(log: IO[bytes]) -> str:
     log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
     return log.read().decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def service(name: str, *words: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A process that dies with this one; call what is yielded for what it said when it was ready, which is waited for then.
+
+    Its log is read to the end, so that it never blocks on it; warnings are shown, and how it ends if the block fails.
+    """
+    child = [sys.executable, "-m", "timzero.child", str(os.getpid())]
+    command = [*child, sys.executable, "-m", f"services.{name}", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    is_ready = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if '"ready"' in line:
+                is_ready.set()
+            if '"level": "warning"' in line or '"level": "error"' in line:
+                print(f"{name}: {line.rstrip()}", file=sys.stderr, flush=True)
+        is_ready.set()
+
+    def said() -> dict[str, Any]:
+        is_ready.wait(START_S)
+        found = [line for line in lines if '"ready"' in line]
+        if not found:
+            raise RuntimeError(f"{name} did not start")
+        return json.loads(found[0])
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        yield said
+    except Exception:
+        print(f"--- end of the log of {name}\n{''.join(lines[-20:])}", file=sys.stderr)
+        raise
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

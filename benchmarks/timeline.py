@@ -37,7 +37,9 @@ class Series:
 
     def increase(self, counter: str, span: Span) -> float:
         """By how much a counter grew in a span; it grows evenly between two looks."""
-        begin, end = np.interp(span, self.times, [t.get(counter, 0.0) for t in self.totals])
+        # Those with a time: another thread may add one meanwhile.
+        values = [t.get(counter, 0.0) for t in self.totals.copy()]
+        begin, end = np.interp(span, self.times[: len(values)], values)
         return float(end - begin)
 
 

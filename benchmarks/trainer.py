@@ -205,9 +205,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    recorder = Recorder(args.out)
     default = [name for name in SECTIONS if not (args.tiny and name == "compiled")]
-    with tempfile.TemporaryDirectory() as directory:
+    with Recorder(args.out) as recorder, tempfile.TemporaryDirectory() as directory:
         try:
             bench = Bench(recorder, is_tiny=args.tiny, directory=Path(directory))
             case = bench.cases[0]

@@ -237,7 +237,6 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     # What NCCL finds wrong is in the logs; it says nothing otherwise.
     os.environ.setdefault("NCCL_DEBUG", "WARN")
-    recorder = Recorder(args.out, interval_s=0.0)
     parts = {"certify": certify, "fsdp": fsdp, "broadcast": broadcast, "loop": main_job}
 
     def section(name: str) -> None:
@@ -245,8 +244,8 @@ def main(words: Sequence[str] | None = None) -> int:
             for record in parts[name](args):
                 recorder.add(record)
 
-    failures = [f"{name} failed, see above" for name in args.only if not attempt(partial(section, name))]
-    recorder.save()
+    with Recorder(args.out, interval_s=0.0) as recorder:
+        failures = [f"{name} failed, see above" for name in args.only if not attempt(partial(section, name))]
     report(recorder.records)
     return verdict(failures)
 

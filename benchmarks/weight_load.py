@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -36,9 +35,15 @@ class Setting:
     window_s: float
     """Of undisturbed sampling before and behind the Prepares of each version, and of these, at least."""
     warm_tokens: int
-    """Sampled before anything is measured: by then contexts have the lengths that they keep."""
+    """Sampled before anything is measured."""
     words: tuple[str, ...]
     """Configuration of the replica."""
+
+    def first_group(self, number: int) -> tuple[int, int]:
+        """(prompt_tokens, max_tokens) of a prompt's first group: it begins where it would be after a while. So the groups don't
+        end together for ever, and contexts have the lengths that they keep from the start."""
+        max_tokens = max(1, self.max_tokens * (number + 1) // self.prompts)
+        return self.prompt_tokens + self.max_tokens - max_tokens, max_tokens
 
 
 def setting_of(*, device: str, is_tiny: bool) -> Setting:
@@ -52,7 +57,7 @@ def setting_of(*, device: str, is_tiny: bool) -> Setting:
         return Setting("tiny", model, torch.float32, 2, 4, 16, 200, 0.2, 200, words)
     if device.startswith("cuda"):
         words = (*words, "kv_cache_tokens=524288", "max_running=256", "page_size=64")
-        return Setting("1.7b", QWEN3_1_7B, torch.bfloat16, 32, 8, 256, 1600, 1.0, 256 * 1600, words)
+        return Setting("1.7b", QWEN3_1_7B, torch.bfloat16, 32, 8, 256, 1600, 1.0, 256 * 100, words)
     model = load_config(get("smollm2-135m-instruct"))
     words = (*words, "kv_cache_tokens=32768", "max_running=32")
     return Setting("smollm2-135m", model, torch.bfloat16, 4, 4, 64, 900, 5.0, 2000, words)
@@ -77,10 +82,9 @@ class Load:
 
     def _run(self, number: int) -> None:
         s = self._setting
-        prompt = (np.arange(s.prompt_tokens) * (number + 1) % 50 + 3).astype(np.int32)
-        # The first group of each prompt is shorter, or all would end together for ever.
-        max_tokens = max(1, s.max_tokens * (number + 1) // s.prompts)
+        prompt_tokens, max_tokens = s.first_group(number)
         while not self._stop.is_set():
+            prompt = (np.arange(prompt_tokens) * (number + 1) % 50 + 3).astype(np.int32)
             sampling = pb.SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens)
             samples = [pb.Sample(trajectory_id=f"bench.{number}.{i}", sample_index=i) for i in range(s.samples)]
             request = pb.GenerateRequest(
@@ -92,9 +96,15 @@ class Load:
                 sampling=sampling,
                 samples=samples,
             )
-            # A version may have come between the look at the digest and the call, and the end of it all too.
-            with contextlib.suppress(grpc.RpcError):
+            try:
                 for _ in self._stub.Generate(request, timeout=CALL_S):
                     if self._stop.is_set():
                         return
-                max_tokens = s.max_tokens
+                prompt_tokens, max_tokens = s.prompt_tokens, s.max_tokens
+            except grpc.RpcError as error:
+                if self._stop.is_set() or error.code() is grpc.StatusCode.UNAVAILABLE:
+                    # It is the end of it all, which others tell.
+                    return
+                # A version may have come between the look at the digest and the call.
+                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                    raise

@@ -1,8 +1,10 @@
 """A replica that samples while it takes version after version: tokens/s undisturbed and during Prepare, the pause, the total.
 
 This process is the trainer (versions lie in its memory) and calls Prepare and Commit as weight_sync does; weight_sync and the
-replica are processes of their own. A probe that differs in one bit ends the benchmark. Rates are compared within a version:
-Prepares in a row against the time just before and behind them, long after the last version's prefixes were computed again.
+replica are processes of their own. weight_sync hears of every version and gets no bytes: gigabytes on their way there for many
+seconds would be beside all that is measured here and part of nothing. A probe that differs in one bit ends the benchmark. Rates
+are compared within a version: Prepares in a row against the time just before and behind them, long after the last version's
+prefixes were computed again.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Record, quarters
+from benchmarks.parts import START_S, service
 from benchmarks.timeline import parse
 from benchmarks.weight_load import CALL_S, TEMPERATURE, Load, Setting, setting_of
 from services.rollout.offline import random_weights
@@ -37,47 +39,40 @@ from shared.transfer.arena import ArenaLayout
 from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.pb.rollout_pb2_grpc import RolloutEngineStub
-from shared.wire.pb.weight_sync_pb2 import Manifest
+from shared.wire.pb.weight_sync_pb2 import Manifest, PublishChunk
+from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
 from shared.wire.run import RunConfig
 from shared.wire.tensors import build_manifest
 from shared.wire.types import float32_bytes, int32_bytes
-from shared.wire.weights import Publisher
 
 POLL_S = 0.01
+TAKE_S = 60.0
+"""Of a Prepare or Commit. A replica that can't read the trainer's memory waits for bytes that never come."""
 BYTES_MOVED, FALLBACKS = names.WEIGHT_SYNC_BYTES.name, names.SOURCE_FALLBACKS.name
 """Counters of a replica: by transport what came from the trainer's memory, and what did not come that way."""
 TOTAL = ("gather_s", "digest_s", "announce_s", "prepare_s", "commit_s")
 """What passes between the optimizer's step and the first token of its version."""
 
 
-@contextlib.contextmanager
-def service(name: str, *words: str) -> Iterator[dict[str, Any]]:
-    """A process, and what it said when it was ready. Its log is read to the end, so that it never blocks on it."""
-    process = subprocess.Popen([sys.executable, "-m", f"services.{name}", *words], stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    is_ready = threading.Event()
+TAKE_S = 60.0
+"""Of a Prepare or Commit. A replica that can't read the trainer's memory waits for bytes that never come."""
 
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if '"ready"' in line:
-                is_ready.set()
-        is_ready.set()
 
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        is_ready.wait(CALL_S)
-        said = [line for line in lines if '"ready"' in line]
-        if not said:
-            raise RuntimeError(f"{name} did not start")
-        yield json.loads(said[0])
-    except BaseException:
-        print(f"--- end of the log of {name}\n{''.join(lines[-20:])}", file=sys.stderr)
-        raise
-    finally:
-        process.terminate()
-        process.wait(CALL_S)
+class Progress:
+    """Lines for whoever waits, with the seconds since the beginning; and whether there is time for more."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._begin, self._limit_s = time.monotonic(), limit_s
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    def say(self, line: str) -> None:
+        print(f"serving: {self.seconds:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+    def has_time_for(self, seconds: float) -> bool:
+        return self._limit_s is None or self.seconds + seconds <= self._limit_s
 
 
 class Trainer:
@@ -89,15 +84,11 @@ class Trainer:
         self.numerics: Numerics = certified(ServedRun(self._run, setting.model, setting.dtype), str(device))
         self.transport = transport
         self._offers = Offers(TrainerConfig(transport=transport), device)  # type: ignore[arg-type]
-        self._publisher = Publisher(address)
-
-    def settle(self) -> None:
-        """Until the version published last is at weight_sync."""
-        self._publisher.settle(CALL_S)
+        self._channel = rpc.channel(address)
+        self._weight_sync = WeightSyncStub(self._channel)
 
     def close(self) -> None:
-        self.settle()
-        self._publisher.close()
+        self._channel.close()
         self._offers.close()
 
     def publish(self, step: int) -> tuple[Manifest, dict[str, float]]:
@@ -105,7 +96,6 @@ class Trainer:
         weights = random_weights(self._setting.model, step, ops=self.numerics.ops, dtype=self._setting.dtype)
         probe = [np.arange(n, dtype=np.int32) % 50 + 3 for n in (5, 17, 33)]
         scores = self._score(weights, probe)
-        self.settle()
         begin = time.perf_counter()
         layout = ArenaLayout.of((n, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for n, w in weights.items())
         slot = self._offers.room(layout)
@@ -129,7 +119,8 @@ class Trainer:
         )
         self._offers.offer(manifest, slot)
         digested = time.perf_counter()
-        self._publisher.publish(manifest, tensors, epoch=1, deadline_s=CALL_S)
+        announcement = PublishChunk(epoch=1, manifest=manifest, announce=True)
+        self._weight_sync.Publish(iter([announcement]), timeout=CALL_S, wait_for_ready=True)
         announced = time.perf_counter()
         times = {"gather_s": gathered - begin, "digest_s": digested - gathered, "announce_s": announced - digested}
         return manifest, times
@@ -153,46 +144,89 @@ class Trainer:
 
 
 def serving(
-    *, device: str, is_tiny: bool, num_versions: int, transport: str = "", replica_device: str = ""
+    *,
+    device: str,
+    is_tiny: bool,
+    num_versions: int,
+    transport: str = "",
+    replica_device: str = "",
+    limit_s: float | None = None,
+    so_far: Callable[[list[Record]], object] = lambda records: None,
 ) -> list[Record]:
     """Medians and quartiles over the versions after the first.
 
     Args:
         device: of this process, the trainer.
+        num_versions: two at least are measured, and no more than there is time for.
         transport: shm | ipc | broadcast; empty: what suits the device.
         replica_device: empty: the same.
+        limit_s: of all of it, as far as the first two versions leave a choice.
+        so_far: called after every version with the records of those that were measured.
     """
     setting = setting_of(device=replica_device or device, is_tiny=is_tiny)
     transport = transport or ("ipc" if device.startswith("cuda") else "shm")
     found: dict[str, list[float]] = {}
+    records: list[Record] = []
+    progress = Progress(limit_s)
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(tempfile.TemporaryDirectory(prefix="weight_sync_"))
-        store = stack.enter_context(service("weight_sync", f"data_dir={Path(root) / 'data'}", "port=0"))
+        store = stack.enter_context(service("weight_sync", f"data_dir={Path(root) / 'data'}", "port=0"))()
         address = f"127.0.0.1:{store['port']}"
-        replica = stack.enter_context(service("rollout", f"weight_sync={address}", *setting.words))
-        stub = RolloutEngineStub(stack.enter_context(rpc.channel(replica["address"])))
+        starting = stack.enter_context(service("rollout", f"weight_sync={address}", *setting.words))
         trainer = Trainer(setting, torch.device(device), address, transport)
         stack.callback(trainer.close)
         manifest, _ = trainer.publish(0)
-        stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=CALL_S)
-        commit(stub, manifest)
+        progress.say("the trainer's kernels are certified, version 0 is published")
+        replica = starting()
+        stub = RolloutEngineStub(stack.enter_context(rpc.channel(replica["address"])))
+        first(stub, manifest, progress)
         load = stack.enter_context(Load(setting, stub, manifest.version.digest))
         until(stub, lambda status: status.num_sampled_tokens >= setting.warm_tokens)
+        progress.say(f"{setting.prompts * setting.samples} sequences are sampled")
+        nbytes = sum(e.nbytes for e in manifest.tensors)
         for step in range(1, num_versions + 1):
-            manifest, times = trainer.publish(step)
-            # Neither weights that are made nor bytes on their way to weight_sync are Prepare's doing.
-            trainer.settle()
-            until(stub, lambda status: not status.is_recomputing)
-            times |= prepared(stub, manifest, setting.window_s)
-            times |= commit(stub, manifest)
-            load.digest = manifest.version.digest
-            times["reprefill_s"] = until(stub, lambda status: not status.is_recomputing).recompute_seconds
-            times["total_s"] = sum(times[name] for name in TOTAL)
+            begin = progress.seconds
+            times = version(step, trainer, stub, load, setting)
             for name, value in times.items():
                 found.setdefault(name, []).append(value)
-        nbytes = sum(e.nbytes for e in manifest.tensors)
-        require_way(replica["metrics_port"], transport, nbytes * (1 + int(sum(found["prepares"]))))
-    return records_of(setting, found, trainer.transport, nbytes)
+            progress.say(f"version {step} of {num_versions}: {told(times)}")
+            require_way(replica["metrics_port"], transport, nbytes * (1 + int(sum(found["prepares"]))))
+            records = records_of(setting, found, transport, nbytes)
+            so_far(records)
+            if 2 <= step < num_versions and not progress.has_time_for(progress.seconds - begin):
+                progress.say(f"no time for more than {step} of {num_versions} versions within {limit_s:g} s")
+                break
+    return records
+
+
+def first(stub: RolloutEngineStub, manifest: Manifest, progress: Progress) -> None:
+    """The version that a replica starts with."""
+    stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=START_S, wait_for_ready=True)
+    progress.say("the replica's kernels are certified, version 0 is staged")
+    commit(stub, manifest, timeout_s=START_S)
+    progress.say("the replica's steps are captured, version 0 is served")
+
+
+def version(step: int, trainer: Trainer, stub: RolloutEngineStub, load: Load, setting: Setting) -> dict[str, float]:
+    """One version from the trainer's weights until prefixes are computed again under it; what it took."""
+    # The weights that are made for it are nothing that a Prepare does.
+    manifest, times = trainer.publish(step)
+    until(stub, lambda status: not status.is_recomputing)
+    times |= prepared(stub, manifest, setting.window_s)
+    times |= commit(stub, manifest)
+    load.digest = manifest.version.digest
+    times["reprefill_s"] = until(stub, lambda status: not status.is_recomputing).recompute_seconds
+    times["total_s"] = sum(times[name] for name in TOTAL)
+    return times
+
+
+def told(times: dict[str, float]) -> str:
+    share = times["prepare_tokens_per_s"] / max(times["tokens_per_s"], 1e-9)
+    return (
+        f"total {times['total_s']:.2f} s (gather {times['gather_s']:.2f}, Prepare {times['prepare_s']:.2f}), "
+        f"pause {1e3 * times['pause_s']:.0f} ms, {times['tokens_per_s']:,.0f} tokens/s, {share:.2f} of it during Prepare, "
+        f"prefixes again in {times['reprefill_s']:.1f} s"
+    )
 
 
 def require_way(metrics_port: int, transport: str, nbytes: int) -> None:
@@ -242,7 +276,7 @@ def prepared(stub: RolloutEngineStub, manifest: Manifest, window_s: float) -> di
             if seconds:
                 stub.AbortWeights(pb.AbortWeightsRequest(), timeout=CALL_S)
             begin = time.perf_counter()
-            stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=CALL_S)
+            stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=TAKE_S)
             seconds.append(time.perf_counter() - begin)
     with rate(stub) as behind:
         window.wait(window_s)
@@ -256,12 +290,11 @@ def prepared(stub: RolloutEngineStub, manifest: Manifest, window_s: float) -> di
     }
 
 
-def commit(stub: RolloutEngineStub, manifest: Manifest) -> dict[str, float]:
+def commit(stub: RolloutEngineStub, manifest: Manifest, *, timeout_s: float = TAKE_S) -> dict[str, float]:
     """Seconds of Commit, of the pause and of its parts. Raises AssertionError unless the replica holds the version to the bit."""
     begin = time.perf_counter()
-    reply = stub.CommitWeights(
-        pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="reprefill"), timeout=CALL_S
-    )
+    request = pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="reprefill")
+    reply = stub.CommitWeights(request, timeout=timeout_s)
     seconds = time.perf_counter() - begin
     assert reply.manifest_digest == manifest.version.digest
     assert (reply.probe_tokens, reply.probe_differing) == (52, 0), f"the probe differs: {reply}"

@@ -1,6 +1,7 @@
 """Weights from trainer to replica by every transport, all bytes and only what changed: bits first, then seconds.
 
-`python -m benchmarks.weight_sync [--out FILE] [--only SECTION ...] [--steps N] [--bytes N] [--device cpu|cuda] [--tiny]`
+`python -m benchmarks.weight_sync [--out FILE] [--only SECTION ...] [--steps N] [--seconds S] [--bytes N] [--device cpu|cuda]
+[--tiny]`
 
 smollm2        SmolLM2 over gRPC, as deltas, through a directory and through shared memory
 synthetic      a model of --bytes by the same ways, one version at a time
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Record, report, save
+from benchmarks.harness import Record, Recorder, report
 from benchmarks.weight_delta import training
 from benchmarks.weight_serving import serving
 from services.rollout.sources import Sources
@@ -213,12 +215,11 @@ def raw_of(tensor: Tensor) -> RawTensor:
 
 def transports(
     name: str, versions: Callable[[], Iterable[Tensors]], ways: Sequence[tuple[str, bool]], full_bytes: int
-) -> list[Record]:
+) -> Iterator[Record]:
     """Args:
     ways: (transport, whether as deltas); the first one is what the others are compared with.
     """
     params: dict[str, Any] = {"model": name, "bytes": full_bytes}
-    records = []
     first_s = 0.0
     for transport, is_delta in ways:
         root = Path(tempfile.mkdtemp(prefix="weight_sync_"))
@@ -229,35 +230,33 @@ def transports(
         for metric, unit in METRICS.items():
             spread = [min(found[metric]), max(found[metric])]
             value = statistics.median(found[metric])
-            records.append(Record("weight_sync", case, params, mode, metric, value, unit, spread=spread))
+            yield Record("weight_sync", case, params, mode, metric, value, unit, spread=spread)
         share = statistics.median(found["publish_bytes"]) / full_bytes
-        records.append(Record("weight_sync", case, params, mode, "bytes_share", share, "of full"))
+        yield Record("weight_sync", case, params, mode, "bytes_share", share, "of full")
         for metric in ("publish_s", "fetch_s", "total_s"):
             rate = full_bytes / statistics.median(found[metric]) / 1e6
             against: dict[str, Any] = (
                 {"baseline": "grpc full", "ratio": first_s / total_s} if metric == "total_s" else {}
             )
             what = metric.removesuffix("_s")
-            records.append(Record("weight_sync", case, params, mode, f"{what}_rate", rate, "MB/s", **against))
+            yield Record("weight_sync", case, params, mode, f"{what}_rate", rate, "MB/s", **against)
         print(f"{name}: {transport} {mode}: {total_s:.2f} s, {100 * share:.1f}% of the bytes", flush=True)
-    return records
 
 
-def smollm2() -> list[Record]:
+def smollm2() -> Iterator[Record]:
     full_bytes = sum(2 * w.numel() for w in masters_of_model().values())
     ways = (("grpc", False), ("grpc", True), ("directory", False), ("shm", False))
     return transports(MODEL, lambda: versions_of(masters_of_model()), ways, full_bytes)
 
 
-def synthetic(num_bytes: int) -> list[Record]:
+def synthetic(num_bytes: int) -> Iterator[Record]:
     ways = (("grpc", False), ("directory", False), ("shm", False))
     full_bytes = sum(t.nbytes for t in next(synthetic_versions(num_bytes)).values())
     return transports("synthetic", lambda: synthetic_versions(num_bytes), ways, full_bytes)
 
 
-def learning_rates() -> list[Record]:
+def learning_rates() -> Iterator[Record]:
     """Share of a version's bytes that a delta takes, one step from the checkpoint, and one from settled masters."""
-    records = []
     settled = masters_of_model()
     starts = {"checkpoint": {n: w.bfloat16().float() for n, w in settled.items()}, "settled": settled}
     for start, masters in starts.items():
@@ -274,11 +273,8 @@ def learning_rates() -> list[Record]:
             changed = sum(count_changed(before[n], after[n]) for n in after) / sum(w.numel() for w in masters.values())
             share = sum(len(c.data) for c in chunks) / sum(t.nbytes for t in after.values())
             params: dict[str, Any] = {"model": MODEL, "masters": start, "lr": lr}
-            records.append(
-                Record("weight_sync", "learning_rate", params, "delta", "changed_share", changed, "of weights")
-            )
-            records.append(Record("weight_sync", "learning_rate", params, "delta", "bytes_share", share, "of full"))
-    return records
+            yield Record("weight_sync", "learning_rate", params, "delta", "changed_share", changed, "of weights")
+            yield Record("weight_sync", "learning_rate", params, "delta", "bytes_share", share, "of full")
 
 
 def count_changed(a: RawTensor, b: RawTensor) -> int:
@@ -291,16 +287,24 @@ SECTIONS = {
     "synthetic": lambda args: synthetic(args.bytes),
     "learning_rate": lambda args: learning_rates(),
     "delta": lambda args: training(args.config, [f"num_steps={args.steps}"]),
-    "serving": lambda args: serving(device=args.device, is_tiny=args.tiny, num_versions=args.steps),
 }
+"""Whose records come one by one; `serving` measures its own again with every version."""
+SERVING_S = 75.0
+"""Of serving on a GPU."""
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [*SECTIONS, "serving"]
     parser.add_argument("--out", type=Path, help="JSON file for the records")
-    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--only", nargs="*", choices=every, default=every, metavar="SECTION")
     parser.add_argument("--config", type=Path, default=Path("configs/products.toml"), help="the job of delta")
     parser.add_argument("--steps", type=int, default=20, help="of delta; versions of serving")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"of serving, which then takes fewer versions; on a GPU {SERVING_S:g} if not given",
+    )
     parser.add_argument("--bytes", type=int, default=3_400_000_000, help="of synthetic")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="serving: a model of 100k parameters")
@@ -309,17 +313,29 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps must be at least 2, got {args.steps}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU, and there is none here")
+    if args.seconds is None and args.device == "cuda":
+        args.seconds = SERVING_S
     return args
 
 
 def main(words: Sequence[str] | None = None) -> int:
     args = arguments(words)
     torch.set_num_threads(1)
-    records: list[Record] = []
-    for name in args.only:
-        records += SECTIONS[name](args)
-        save(records, args.out)
-    report(records)
+    with Recorder(args.out) as recorder:
+        for name in args.only:
+            if name in SECTIONS:
+                for record in SECTIONS[name](args):
+                    recorder.add(record)
+                recorder.save()
+                continue
+            serving(
+                device=args.device,
+                is_tiny=args.tiny,
+                num_versions=args.steps,
+                limit_s=args.seconds,
+                so_far=partial(recorder.renew, since=len(recorder.records)),
+            )
+    report(recorder.records)
     return 0
 
 
