@@ -242,7 +242,8 @@ class PagedRunner(ModelRunner):
     def _probe_step(self) -> Shape | None:
         """Of the run's probe, as it is captured: every version is proved by it while sampling stands still."""
         lengths = [len(ids) // 4 - 1 for ids in self.model.manifest.probe_token_ids if len(ids) > 4]
-        if not lengths:
+        # one that takes several steps is scored eagerly: no step, and no block of inputs, is as large as the whole
+        if not lengths or sum(lengths) > self.config.max_step_tokens:
             return None
         q_lens_S = np.array(lengths, np.int64)
         return self._captured(self._shape(q_lens_S, q_lens_S))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.cuda import attention_cached
@@ -14,11 +16,13 @@ from shared.kernels.cuda.attention_cached import (
     CachedShape,
     allocate_partials,
     attend_cached,
+    block_rows,
     choose_shape,
+    chunk_pages,
 )
-from shared.kernels.cuda.attention_math import CHUNK, Tiles, cut_tiles, to_device
+from shared.kernels.cuda.attention_math import BLOCK, CHUNK, Tiles, cut_tiles, to_device
 from shared.models import paged_layout
-from tests.kernels.cuda_testing import in_pages, qkv
+from tests.kernels.cuda_testing import IS_INTERPRETED, in_pages, qkv
 from tests.kernels.kernel_testing import same_bits
 
 # a tile of padding divides zero by zero
@@ -69,6 +73,30 @@ def test_how_decode_is_compiled_does_not_change_bits(
     assert same_bits(many, few)
     short = (q[:4], stores, tables[:4], lens[:4], page_size)
     assert same_bits(decode(*short, MANY, is_split=False, **options), few[:4])
+
+
+@triton.jit
+def look_up_kernel(table, out, chunk, limit, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows of a chunk's positions, and of two more blocks."""
+    rn = tl.arange(0, BLOCK)
+    ids = chunk_pages(table, chunk, limit, PAGE, CHUNK)
+    for n in range(0, CHUNK + 2 * BLOCK, BLOCK):
+        row, offset = block_rows(table, chunk, ids, chunk + n, rn, limit, PAGE, True)
+        tl.store(out + n + rn, row + offset)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU reads behind its shared memory where the interpreter raises")
+@pytest.mark.parametrize("page_size", [1, 4, 32, 64, 2048])
+def test_blocks_that_are_only_looked_ahead_for_need_no_page_behind_the_chunk(page_size: int) -> None:
+    """A compiled loop computes addresses, from ids in shared memory, for the block behind its last one too. Where nothing is
+    loaded by them, ids that the chunk does not have were an illegal access all the same."""
+    table = torch.randperm(4 * CHUNK // page_size, dtype=torch.int32)
+    rows = torch.empty(CHUNK + 2 * BLOCK, dtype=torch.int64)
+    look_up_kernel[(1,)](table, rows, CHUNK, 2 * CHUNK, PAGE=page_size, CHUNK=CHUNK, BLOCK=BLOCK)
+    at = torch.arange(CHUNK, 2 * CHUNK)
+    assert torch.equal(rows[:CHUNK], table[at // page_size].long() * page_size + at % page_size)
+    assert (rows >= 0).all()
+    assert (rows < 4 * CHUNK).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)

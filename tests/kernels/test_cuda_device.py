@@ -81,6 +81,7 @@ def test_rows_of_the_small_operations_stand_alone(ops: CudaOps, size: int) -> No
 ATTENTION = [
     ((16, 8, 128), 64, {}),
     ((9, 3, 64), 16, {}),
+    ((16, 8, 128), 1, {}),
     ((32, 4, 128), 256, {}),
     ((8, 1, 80), 4, {}),
     ((4, 4, 96), 1, {"sliding_window": 100}),

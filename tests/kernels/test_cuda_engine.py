@@ -129,6 +129,17 @@ def test_the_probe_has_a_shape_that_is_captured_beforehand(tmp_path, monkeypatch
     assert shapes == [expected]
 
 
+def test_a_probe_that_no_step_holds_is_not_captured(tmp_path):
+    engine = engine_of(tmp_path, model_of(), max_step_tokens=16).engine
+    runner, ids = engine._pipeline.runner, [int32_bytes(np.arange(n, dtype=np.int32)) for n in (2, 16, 2)]
+    engine.model.manifest.probe_token_ids.extend(ids[:2])
+    captured = runner._probe_step()
+    assert captured is not None
+    assert captured.tokens == runner._block.num_tokens
+    engine.model.manifest.probe_token_ids.append(ids[2])
+    assert runner._probe_step() is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
