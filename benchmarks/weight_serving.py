@@ -204,7 +204,9 @@ def first(stub: RolloutEngineStub, manifest: Manifest, progress: Progress) -> No
     stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=START_S, wait_for_ready=True)
     progress.say("the replica's kernels are certified, version 0 is staged")
     commit(stub, manifest, timeout_s=START_S)
-    progress.say("the replica's steps are captured, version 0 is served")
+    kernels = stub.Status(pb.StatusRequest(), timeout=CALL_S).kernels
+    said = "".join(f"; {name}: {kernels[name]}" for name in ("graphs", "digests") if name in kernels)
+    progress.say(f"the replica serves version 0{said}")
 
 
 def version(step: int, trainer: Trainer, stub: RolloutEngineStub, load: Load, setting: Setting) -> dict[str, float]:

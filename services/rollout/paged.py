@@ -41,6 +41,7 @@ from shared.kernels.cuda.attention_math import Tiles
 from shared.kernels.cuda.ops import CudaOps
 from shared.models import KVCache
 from shared.models.merged import MergedDecoder
+from shared.transfer import digests
 
 
 class PagedRunner(ModelRunner):
@@ -50,8 +51,11 @@ class PagedRunner(ModelRunner):
         assert isinstance(model.numerics.ops, CudaOps)
         self.ops = model.numerics.ops
         self.ops.activate()
-        # Another thread staged it, in another stream.
+        # Another thread staged it, in another stream, which must not have its memory back before this one has merged the weights.
         _synchronize(self.ops.device)
+        for weight in model.decoder.parameters():
+            if weight.is_cuda:
+                weight.record_stream(torch.cuda.current_stream(weight.device))
         run = model.run
         self._merged = MergedDecoder(model.decoder, self.ops, num_positions=run.config.max_model_len)
         heads, kv_heads, _ = run.model.heads
@@ -81,7 +85,8 @@ class PagedRunner(ModelRunner):
         return self.model
 
     def describe(self) -> dict[str, str]:
-        return self.ops.describe() | self._merged.rows.describe() | {"graphs": self._graphs.describe()}
+        others = {"graphs": self._graphs.describe(), "digests": digests.describe(self.device)}
+        return self.ops.describe() | self._merged.rows.describe() | others
 
     def _allocate(self) -> KVCache:
         n, run = self.config.max_running, self.model.run

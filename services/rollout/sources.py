@@ -65,17 +65,17 @@ class Sources:
 
         Raises SourceUnavailable, and then nothing of it is left.
         """
+        end = time.monotonic() + deadline_s
         # A Prepare that was aborted may still be at it.
-        if not self._lock.acquire(timeout=deadline_s):
+        if not self._lock.acquire(timeout=max(0.0, deadline_s)):
             raise SourceUnavailable("busy", f"another version was still being copied after {deadline_s} s")
         try:
-            return self._copy(manifest, deadline_s)
+            return self._copy(manifest, end)
         finally:
             self._lock.release()
 
-    def _copy(self, manifest: Manifest, deadline_s: float) -> dict[str, Tensor]:
+    def _copy(self, manifest: Manifest, end: float) -> dict[str, Tensor]:
         source = manifest.source
-        end = time.monotonic() + deadline_s
         layout = ArenaLayout.of_manifest(manifest)
         with torch.cuda.stream(self._stream):
             flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -89,7 +89,7 @@ class Sources:
         try:
             with rpc.channel(source.address) as channel:
                 # A trainer that is gone is not waited for: its bytes are at weight_sync.
-                call = WeightSourceStub(channel).Acquire(request, timeout=deadline_s)
+                call = WeightSourceStub(channel).Acquire(request, timeout=max(0.0, end - time.monotonic()))
                 with contextlib.closing(_Lease(call)) as lease:
                     self._fill(flat, next(lease), layout, lease, source.address, end)
             with torch.cuda.stream(self._stream):

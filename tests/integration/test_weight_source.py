@@ -105,6 +105,19 @@ def test_a_trainer_that_is_gone_is_not_waited_for() -> None:
     assert reason_of(Sources("r0", CPU), manifest) == "unavailable"
 
 
+def test_a_copy_whose_time_is_over_is_given_up_at_once_and_leaves_the_next_one_alone() -> None:
+    with offers("shm") as made:
+        manifest, sources = offer(made, 0), Sources("r0", CPU)
+        with sources._lock, pytest.raises(SourceUnavailable) as busy:
+            sources.copy(manifest, deadline_s=-0.5)
+        with pytest.raises(SourceUnavailable) as late:
+            sources.copy(manifest, deadline_s=-0.5)
+        assert busy.value.reason == "busy"
+        # Before or behind the trainer's answer.
+        assert late.value.reason in ("deadline_exceeded", "unreachable")
+        assert sources.copy(manifest, deadline_s=DEADLINE_S)["b"].tolist() == weights(0)["b"].tolist()
+
+
 def test_a_buffer_of_another_size_replaces_the_old_ones() -> None:
     with offers("shm") as made:
         sources = Sources("r0", CPU)

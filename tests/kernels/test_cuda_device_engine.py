@@ -77,6 +77,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones(ops: CudaOps) -> None:
     assert bits(sampled(captured)) == expected
     kernels = captured.engine.describe()
     assert kernels["graphs"].endswith("captured"), kernels
+    assert kernels["digests"] == "xxh3.sum_kernel", kernels
     assert captured.engine.num_graphs > 0
     assert captured.times.num_graph_steps > captured.times.num_steps / 2
     assert (eager.times.num_graph_steps, eager.engine.describe()["graphs"]) == (0, "eager")
