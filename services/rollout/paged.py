@@ -85,7 +85,8 @@ class PagedRunner(ModelRunner):
         return self.model
 
     def describe(self) -> dict[str, str]:
-        others = {"graphs": self._graphs.describe(), "digests": digests.describe(self.device)}
+        # A tensor's device has its number, by which the staging thread has found out.
+        others = {"graphs": self._graphs.describe(), "digests": digests.describe(self._zeros.device)}
         return self.ops.describe() | self._merged.rows.describe() | others
 
     def _allocate(self) -> KVCache:
