@@ -4,12 +4,10 @@ says, accepted = trained + dropped + live, the queue holds each group once, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,7 +15,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from shared.wire.ingest import IngestedGroup
@@ -27,12 +24,12 @@ from shared.wire.records import Fenced, GroupSealed, IllegalTransition, UnknownT
 from shared.wire.run import RunState
 from shared.wire.store import RunStore
 from tests.integration.wire_testing import (
+    check_histories,
     checked_counts,
     empty,
     prompt,
     run_config,
     trajectory,
-    valkey_server,
 )
 
 CONFIG = run_config(num_steps=3)
@@ -314,31 +311,11 @@ class History(RuleBasedStateMachine):
             assert horizon.first_open == min(set(range(NUMBERS + 1)) - set(generated))
 
 
-@contextmanager
-def fast_server(tmp_path_factory) -> Iterator[str]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server.url
-
-
-def check(tmp_path_factory, *, max_examples: int, step_count: int) -> None:
-    with fast_server(tmp_path_factory) as url:
-        History.url = url
-        run_state_machine_as_test(
-            History,
-            settings=settings(
-                max_examples=max_examples,
-                stateful_step_count=step_count,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
 def test_histories_of_a_run_agree_with_the_model(tmp_path_factory):
-    check(tmp_path_factory, max_examples=20, step_count=30)
+    check_histories(History, tmp_path_factory.mktemp("valkey"), max_examples=20, step_count=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_histories_of_a_run_agree_with_the_model(tmp_path_factory):
-    check(tmp_path_factory, max_examples=500, step_count=60)
+    check_histories(History, tmp_path_factory.mktemp("valkey"), max_examples=500, step_count=60)

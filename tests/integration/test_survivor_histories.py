@@ -11,7 +11,7 @@ import asyncio
 import time
 
 import pytest
-from hypothesis import HealthCheck, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from shared.wire.lifecycle import Lifecycle
@@ -29,7 +28,7 @@ from shared.wire.run import RunState
 from shared.wire.store import RunStore
 from shared.wire.types import DropReason
 from tests.deadline import DEADLINE_S
-from tests.integration.wire_testing import checked_counts, empty, prompt, run_config, trajectory, valkey_server
+from tests.integration.wire_testing import check_histories, checked_counts, empty, prompt, run_config, trajectory
 
 SIZE, N = 2, 3
 CONFIG = run_config(max_lag=1, num_steps=3, prompts_per_step=SIZE, samples_per_prompt=N)
@@ -321,25 +320,11 @@ class LossyHistory(RuleBasedStateMachine):
         }
 
 
-def check(tmp_path_factory, *, max_examples: int, step_count: int) -> None:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
-        LossyHistory.url = server.url
-        run_state_machine_as_test(
-            LossyHistory,
-            settings=settings(
-                max_examples=max_examples,
-                stateful_step_count=step_count,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
 def test_histories_in_which_samples_are_lost_agree_with_the_model(tmp_path_factory):
-    check(tmp_path_factory, max_examples=12, step_count=30)
+    check_histories(LossyHistory, tmp_path_factory.mktemp("valkey"), max_examples=12, step_count=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_histories_in_which_samples_are_lost_agree_with_the_model(tmp_path_factory):
-    check(tmp_path_factory, max_examples=200, step_count=60)
+    check_histories(LossyHistory, tmp_path_factory.mktemp("valkey"), max_examples=200, step_count=60)

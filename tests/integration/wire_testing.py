@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 import redis
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from shared.wire.embedded import EmbeddedValkey
 from shared.wire.lifecycle import Lifecycle
@@ -41,6 +43,19 @@ def valkey_server(data_dir: Path, *, fsync: str = "always") -> Iterator[Embedded
     with EmbeddedValkey(data_dir) as server:
         redis.Redis.from_url(server.url).config_set("appendfsync", fsync)
         yield server
+
+
+def check_histories(
+    machine: type[RuleBasedStateMachine], directory: Path, *, max_examples: int, step_count: int
+) -> None:
+    """Runs a state machine against a server of its own, whose address it finds in `machine.url`."""
+    with valkey_server(directory) as server:
+        machine.url = server.url  # type: ignore[attr-defined]
+        every = list(HealthCheck)
+        chosen = settings(
+            max_examples=max_examples, stateful_step_count=step_count, deadline=None, suppress_health_check=every
+        )
+        run_state_machine_as_test(machine, settings=chosen)
 
 
 @asynccontextmanager
