@@ -39,11 +39,10 @@ class Setting:
     words: tuple[str, ...]
     """Configuration of the replica."""
 
-    def first_group(self, number: int) -> tuple[int, int]:
-        """(prompt_tokens, max_tokens) of a prompt's first group: it begins where it would be after a while. So the groups don't
-        end together for ever, and contexts have the lengths that they keep from the start."""
-        max_tokens = max(1, self.max_tokens * (number + 1) // self.prompts)
-        return self.prompt_tokens + self.max_tokens - max_tokens, max_tokens
+    def num_begun(self, number: int) -> int:
+        """Tokens that the samples of a prompt's first group continue, as if they had been sampled for a while: so groups don't end
+        together for ever, and contexts have the lengths that they keep."""
+        return self.max_tokens - max(1, self.max_tokens * (number + 1) // self.prompts)
 
 
 def setting_of(*, device: str, is_tiny: bool) -> Setting:
@@ -82,11 +81,14 @@ class Load:
 
     def _run(self, number: int) -> None:
         s = self._setting
-        prompt_tokens, max_tokens = s.first_group(number)
+        prompt = (np.arange(s.prompt_tokens) * (number + 1) % 50 + 3).astype(np.int32)
+        sampling = pb.SamplingParams(temperature=TEMPERATURE, max_tokens=s.max_tokens)
+        begun = np.random.default_rng(number).integers(3, 53, (s.samples, s.num_begun(number)), np.int32)
         while not self._stop.is_set():
-            prompt = (np.arange(prompt_tokens) * (number + 1) % 50 + 3).astype(np.int32)
-            sampling = pb.SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens)
-            samples = [pb.Sample(trajectory_id=f"bench.{number}.{i}", sample_index=i) for i in range(s.samples)]
+            samples = [
+                pb.Sample(trajectory_id=f"bench.{number}.{i}", sample_index=i, token_ids=int32_bytes(tokens))
+                for i, tokens in enumerate(begun)
+            ]
             request = pb.GenerateRequest(
                 run="bench",
                 manifest_digest=self.digest,
@@ -100,7 +102,7 @@ class Load:
                 for _ in self._stub.Generate(request, timeout=CALL_S):
                     if self._stop.is_set():
                         return
-                prompt_tokens, max_tokens = s.prompt_tokens, s.max_tokens
+                begun = begun[:, :0]
             except grpc.RpcError as error:
                 if self._stop.is_set() or error.code() is grpc.StatusCode.UNAVAILABLE:
                     # It is the end of it all, which others tell.
