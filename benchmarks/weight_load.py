@@ -40,8 +40,8 @@ class Setting:
     """Configuration of the replica."""
 
     def num_begun(self, number: int) -> int:
-        """Tokens that the samples of a prompt's first group continue, as if they had been sampled for a while: so groups don't end
-        together for ever, and contexts have the lengths that they keep."""
+        """Tokens that the samples of a prompt's first group continue, as if sampled for a while: so groups don't end together for
+        ever, and contexts have the lengths that they keep."""
         return self.max_tokens - max(1, self.max_tokens * (number + 1) // self.prompts)
 
 
