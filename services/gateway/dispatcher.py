@@ -40,9 +40,8 @@ log = structlog.get_logger()
 
 MAX_WAIT_S = 10.0
 """Longest time without a look, should a signal get lost."""
-SIGNAL_BLOCK_S = 1.0
-METRICS_INTERVAL_S = 0.25
-"""Between two updates of the run's metrics, at least: there are hundreds of events a second."""
+SIGNAL_BLOCK_S = 0.25
+"""Longest wait for an event, and shortest time between two updates of a run's metrics: events come by the hundred a second."""
 _DISPATCHES = (b"trajectory.accepted", b"trajectory.dropped", b"evaluation.accepted", b"run.")
 """Events after which there may be something to dispatch."""
 _NO_REWARD = (b"trajectory.accepted", b"trajectory.generating")
@@ -250,7 +249,7 @@ class Dispatcher:
     async def _signals(self) -> None:
         """consumes: the newest run's events, new runs
         produces: wake-ups for dispatch and for the reward join; metrics
-        waits for: the next event, 1 s at most
+        waits for: the next event, `SIGNAL_BLOCK_S` at most
         unblocked by: whoever changes the run
         """
         client = self._store.client
@@ -272,7 +271,7 @@ class Dispatcher:
                     cursor = entries[-1][0]
                     self._signal({fields[b"type"] for _, fields in entries})
             if run and time.monotonic() >= due:
-                due = time.monotonic() + METRICS_INTERVAL_S
+                due = time.monotonic() + SIGNAL_BLOCK_S
                 self._metrics.update(await self._store.get_run(run), await self._store.counts(run))
 
     def _signal(self, types: set[bytes]) -> None:

@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import redis
+from tenacity import Retrying, stop_after_delay, wait_fixed
 
 from shared.wire.pb import rollout_pb2 as pb
 from shared.wire.probe import is_serving
@@ -168,8 +169,11 @@ def test_from_a_prompt_to_the_training_queue_and_out(
         evaluation = client.create_eval(run, [{"prompt": "sort"}], sampling={"max_tokens": 2}, version=0)
         done = client.wait_eval(run, evaluation["eval_id"], deadline_s=DEADLINE_S)
         assert done["items"][0]["samples"][0]["text"] == "0 1"
-        exported = httpx.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=DEADLINE_S).text
-        assert f'timzero_trajectories_accepted_total{{run="{run}"}} 4.0' in exported
+        # Updated now and then, not with every event.
+        for attempt in Retrying(stop=stop_after_delay(DEADLINE_S), wait=wait_fixed(0.1), reraise=True):
+            with attempt:
+                exported = httpx.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=DEADLINE_S).text
+                assert f'timzero_trajectories_accepted_total{{run="{run}"}} 4.0' in exported
         assert 'timzero_http_requests_total{method="POST",route="/v1/runs/{run}/prompts",status="202"}' in exported
         client.stop(run)
 

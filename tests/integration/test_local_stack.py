@@ -58,7 +58,11 @@ def test_a_service_gets_the_keys_of_its_tables_within(tmp_path):
 
 def test_ranks_meet_on_loopback_whatever_the_host_is_called(tmp_path):
     launch = list(LocalStack(tmp_path, trainer_world_size=2)["trainer"].spec.argv)
-    ranks = [*launch[: launch.index("services.trainer") - 1], "-c", "import os; print(os.environ['MASTER_ADDR'])"]
+    ranks = [
+        *launch[: launch.index("services.trainer") - 1],
+        "-c",
+        "import os; os.write(1, os.environb[b'MASTER_ADDR'] + b'\\n')",
+    ]
     done = subprocess.run(ranks, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.split() == 2 * ["127.0.0.1"]
 
