@@ -52,7 +52,7 @@ def run_parts(parts: Sequence[Part], *, deadline_s: float) -> None:
 
 def _start(part: Part, log: IO[bytes], stack: ExitStack) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "timzero.child", str(os.getpid()), sys.executable, *part.words],
+        _child(*part.words),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -67,6 +67,11 @@ def _start(part: Part, log: IO[bytes], stack: ExitStack) -> subprocess.Popen[byt
     return process
 
 
+def _child(*words: str) -> list[str]:
+    """The command of a Python that dies with this process."""
+    return [sys.executable, "-m", "timzero.child", str(os.getpid()), sys.executable, *words]
+
+
 def _tail(log: IO[bytes]) -> str:
     log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
     return log.read().decode("utf-8", "replace")
@@ -78,9 +83,7 @@ def service(name: str, *words: str) -> Iterator[Callable[[], dict[str, Any]]]:
 
     Its log is read to the end, so that it never blocks on it; warnings are shown, and how it ends if the block fails.
     """
-    child = [sys.executable, "-m", "timzero.child", str(os.getpid())]
-    command = [*child, sys.executable, "-m", f"services.{name}", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(_child("-m", f"services.{name}", *words), stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     is_ready = threading.Event()
 

@@ -41,6 +41,7 @@ from shared.models import ModelConfig
 from shared.models.loader import save_config
 from timzero.display import TerminalDisplay
 from timzero.job import Job
+from timzero.local import torchrun
 
 SECTIONS = ("certify", "fsdp", "broadcast", "loop")
 PART = "benchmarks.two_gpu_part"
@@ -128,12 +129,6 @@ def fsdp(args: argparse.Namespace) -> Iterator[Record]:
 def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
     directory.mkdir(parents=True)
     save_config(config, directory, dtype=getattr(torch, dtype), companions_from=None)
-
-
-def torchrun(num_ranks: int) -> list[str]:
-    """Words of Python that start ranks on this machine, which die with torchrun; a command of Python's words follows."""
-    return ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}",
-            "--no-python", sys.executable, "-m", "timzero.child", "0", sys.executable]  # fmt: skip
 
 
 def compared(out: Path, hidden_size: int) -> Iterator[Record]:

@@ -10,7 +10,6 @@ prefixes were computed again.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -21,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
 
 from benchmarks.harness import Record, quarters
 from benchmarks.parts import START_S, service
 from benchmarks.timeline import parse
-from benchmarks.weight_load import CALL_S, TEMPERATURE, Load, Setting, setting_of
+from benchmarks.weight_load import CALL_S, Load, Setting, setting_of
 from services.rollout.offline import random_weights
 from services.rollout.weights import Numerics, ServedRun, certified
+from services.trainer.batch import PolicyVersion
 from services.trainer.config import TrainerConfig
 from services.trainer.offers import Offers
-from shared.config import unstructure
+from services.trainer.weights import describe, probe_token_ids, score_probe
 from shared.metrics import names
-from shared.models import Decoder, packed_layout
+from shared.models import Decoder
 from shared.transfer.arena import ArenaLayout
 from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
@@ -42,8 +41,6 @@ from shared.wire.pb.rollout_pb2_grpc import RolloutEngineStub
 from shared.wire.pb.weight_sync_pb2 import Manifest, PublishChunk
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
 from shared.wire.run import RunConfig
-from shared.wire.tensors import build_manifest
-from shared.wire.types import float32_bytes, int32_bytes
 
 POLL_S = 0.01
 TAKE_S = 60.0
@@ -52,10 +49,6 @@ BYTES_MOVED, FALLBACKS = names.WEIGHT_SYNC_BYTES.name, names.SOURCE_FALLBACKS.na
 """Counters of a replica: by transport what came from the trainer's memory, and what did not come that way."""
 TOTAL = ("gather_s", "digest_s", "announce_s", "prepare_s", "commit_s")
 """What passes between the optimizer's step and the first token of its version."""
-
-
-TAKE_S = 60.0
-"""Of a Prepare or Commit. A replica that can't read the trainer's memory waits for bytes that never come."""
 
 
 class Progress:
@@ -94,8 +87,11 @@ class Trainer:
     def publish(self, step: int) -> tuple[Manifest, dict[str, float]]:
         """One version, and the seconds it took. Its weights and its probe are made before the clock starts."""
         weights = random_weights(self._setting.model, step, ops=self.numerics.ops, dtype=self._setting.dtype)
-        probe = [np.arange(n, dtype=np.int32) % 50 + 3 for n in (5, 17, 33)]
-        scores = self._score(weights, probe)
+        probe = probe_token_ids(self._run, self._setting.model.vocab_size)
+        with torch.device("meta"):
+            decoder = Decoder(self._setting.model, self.numerics.ops)
+        decoder.load_state_dict(weights, assign=True)
+        scores = score_probe(decoder, probe, self._device)
         begin = time.perf_counter()
         layout = ArenaLayout.of((n, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for n, w in weights.items())
         slot = self._offers.room(layout)
@@ -105,17 +101,14 @@ class Trainer:
         slot.finish()
         gathered = time.perf_counter()
         tensors = slot.tensors()
-        manifest = build_manifest(
-            run="bench",
-            lineage=0,
-            step=step,
-            tensors=tensors,
-            model_config_json=json.dumps(self._setting.model.to_hf()),
-            run_config_json=json.dumps(unstructure(self._run)),
+        manifest = describe(
+            PolicyVersion(0, step, ""),
+            tensors,
+            config=self._run,
+            model_config=self._setting.model,
             fingerprint=self.numerics.fingerprint,
-            probe_token_ids=[int32_bytes(ids) for ids in probe],
-            probe_logprobs=[float32_bytes(s) for s in scores],
-            num_threads=8 if self._device.type == "cuda" else 1,
+            probe=probe,
+            probe_logprobs=scores,
         )
         self._offers.offer(manifest, slot)
         digested = time.perf_counter()
@@ -124,23 +117,6 @@ class Trainer:
         announced = time.perf_counter()
         times = {"gather_s": gathered - begin, "digest_s": digested - gathered, "announce_s": announced - digested}
         return manifest, times
-
-    @torch.no_grad()
-    def _score(self, weights: dict[str, torch.Tensor], probe: list[np.ndarray]) -> list[np.ndarray]:
-        with torch.device("meta"):
-            decoder = Decoder(self._setting.model, self.numerics.ops)
-        decoder.load_state_dict(weights, assign=True)
-        lengths = [len(p) for p in probe]
-        ids = torch.from_numpy(np.concatenate(probe).astype(np.int64))
-        ends = np.cumsum(lengths)
-        rows = torch.from_numpy(np.setdiff1d(np.arange(ends[-1]), ends - 1))
-        layout = packed_layout(lengths)
-        temperature = torch.full((len(rows),), TEMPERATURE)
-        on = self._device
-        out = decoder.score(
-            ids.to(on), layout.positions.to(on), layout, rows.to(on), ids[rows + 1].to(on), temperature.to(on)
-        )
-        return np.split(out.logprob.cpu().numpy(), np.cumsum(np.array(lengths) - 1)[:-1])
 
 
 def serving(

@@ -208,13 +208,7 @@ class LocalStack:
             "run_dir": self.run_dir / "trainer",
             "threads": self._threads,
         }
-        prefix = [sys.executable]
-        if world_size > 1:
-            # Each rank dies with torchrun as torchrun dies with this process.
-            # Without an address ranks meet under the host's name, which need not be one that anybody resolves.
-            prefix += ["-m", "torch.distributed.run", "--standalone", f"--local-addr={HOST}",
-                       f"--nproc-per-node={world_size}", "--no-python",
-                       sys.executable, "-m", "timzero.child", "0", sys.executable]  # fmt: skip
+        prefix = [sys.executable, *(torchrun(world_size) if world_size > 1 else [])]
         return self._service("trainer", "trainer", port, keys, is_ready=_answers_health(port), prefix=prefix)
 
     def _rollout_spec(self, name: str, own: Mapping[str, Any] | None = None) -> Spec:
@@ -251,6 +245,13 @@ def stack_of(table: LocalTable, run_dir: Path, *, announce: Callable[[str], None
         weight_sync=table.weight_sync,
         announce=announce,
     )
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    """Words of Python that start ranks on this machine, each with Python's words that follow. A rank dies with torchrun."""
+    # Without an address ranks meet under the host's name, which need not be one that anybody resolves.
+    return ["-m", "torch.distributed.run", "--standalone", f"--local-addr={HOST}", f"--nproc-per-node={num_ranks}",
+            "--no-python", sys.executable, "-m", "timzero.child", "0", sys.executable]  # fmt: skip
 
 
 def _answers_health(port: int) -> Callable[[float], bool]:

@@ -179,7 +179,8 @@ def score_micro_batch(decoder: Decoder, micro: MicroBatch, device: torch.device)
     if not torch.is_grad_enabled():
         # What a forward without a backward leaves gathered would outlive the next optimizer step.
         for module in (*decoder.model.layers, decoder):
-            module.reshard()
+            if isinstance(module, FSDPModule):
+                module.reshard()
     return output
 
 

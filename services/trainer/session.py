@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -105,10 +106,8 @@ class Session:
         with self._phase("score"):
             scores = self.learner.score(batch)
         with self._phase("train"):
-            return self.learner.train(batch, scores, meanwhile=self._read_ahead if self._world.is_leader else None)
-
-    def _read_ahead(self) -> None:
-        self._link.read_ahead(self.config.run)
+            read_ahead = partial(self._link.read_ahead, self.config.run)
+            return self.learner.train(batch, scores, meanwhile=read_ahead if self._world.is_leader else None)
 
     def guard(self, batch: Batch, result: StepResult) -> None:
         """In exact mode one differing bit is an alarm: nothing of the step leaves this process until someone resumes the run.
@@ -157,7 +156,7 @@ class Session:
         learner = self.learner
         slot = self._link.room(arena_layout(learner.decoder, copy))
         tensors = gather(learner.decoder, copy, self._world, slot)
-        logprobs = score_probe(learner.decoder_at(copy.version.step), self._probe, self._world)
+        logprobs = score_probe(learner.decoder_at(copy.version.step), self._probe, self._world.device)
         manifest = None
         if self._world.is_leader:
             manifest = describe(

@@ -73,7 +73,7 @@ def probe_token_ids(config: RunConfig, vocab_size: int) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def score_probe(decoder: Decoder, sequences: list[np.ndarray], world: World) -> list[np.ndarray]:
+def score_probe(decoder: Decoder, sequences: list[np.ndarray], device: torch.device) -> list[np.ndarray]:
     """float32 logprobs of each sequence's tokens from the second on, by the trainer's own path; all ranks must call it."""
     lengths = [len(s) for s in sequences]
     ends = np.cumsum(lengths)
@@ -87,7 +87,7 @@ def score_probe(decoder: Decoder, sequences: list[np.ndarray], world: World) -> 
         temperature=torch.full((len(rows),), PROBE_TEMPERATURE),
         tokens=slice(0, len(rows)),
     )
-    logprobs = score_micro_batch(decoder, micro, world.device).logprob.cpu().numpy()
+    logprobs = score_micro_batch(decoder, micro, device).logprob.cpu().numpy()
     return np.split(logprobs, np.cumsum(np.array(lengths) - 1)[:-1])
 
 

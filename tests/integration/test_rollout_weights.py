@@ -126,12 +126,17 @@ def test_going_back_to_an_older_version_works(version0):
     assert (status.manifest_digest, status.policy_step) == (digest, 0)
 
 
-def test_a_flipped_bit_in_the_probe_keeps_the_replica_out_until_the_next_good_version(version0):
-    peer, process, stub, digest = version0
-    manifest = manifest_of(seed=1, step=1)
+def with_a_flipped_bit(manifest):
+    """The same version, with a probe that nobody computes."""
     flipped = bytearray(manifest.probe_logprobs[0])
     flipped[0] ^= 1
     manifest.probe_logprobs[0] = bytes(flipped)
+    return manifest
+
+
+def test_a_flipped_bit_in_the_probe_keeps_the_replica_out_until_the_next_good_version(version0):
+    peer, process, stub, digest = version0
+    manifest = with_a_flipped_bit(manifest_of(seed=1, step=1))
     reply = serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 1)))
     assert reply.probe_differing == 1
     code, details = code_of(
@@ -152,10 +157,7 @@ def test_a_flipped_bit_in_the_probe_keeps_the_replica_out_until_the_next_good_ve
 
 def test_what_runs_when_the_probe_differs_ends_as_what_is_not_to_be_believed(version0):
     peer, _, stub, digest = version0
-    manifest = manifest_of(seed=1, step=1)
-    flipped = bytearray(manifest.probe_logprobs[0])
-    flipped[0] ^= 1
-    manifest.probe_logprobs[0] = bytes(flipped)
+    manifest = with_a_flipped_bit(manifest_of(seed=1, step=1))
     stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
     assert next(stream).token_ids
     assert serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 1))).probe_differing == 1

@@ -82,7 +82,7 @@ def test_probe_equals_a_reloaded_decoders(model: Path, world: World) -> None:
     replica = plain_decoder(learner.decoder.config, publish(learner, 0))
     sequences = probe_token_ids(config, learner.decoder.config.vocab_size)
     assert [len(s) for s in sequences] == [5, 17, 33]
-    for ids, ours in zip(sequences, score_probe(learner.decoder, sequences, world), strict=True):
+    for ids, ours in zip(sequences, score_probe(learner.decoder, sequences, world.device), strict=True):
         layout = packed_layout([len(ids)])
         tokens = torch.from_numpy(ids.astype(np.int64))
         rows = torch.arange(len(ids) - 1)
