@@ -196,7 +196,7 @@ class Client:
         run: str,
         *,
         state: str | None = None,
-        ids: Sequence[str] = (),
+        ids: Sequence[str] | None = None,
         full: bool = False,
         limit: int = 256,
         deadline_s: float | None = None,
@@ -205,9 +205,12 @@ class Client:
 
         Args:
             state: only those in this state.
-            ids: only these (at most 256), evaluation samples included; the state does not matter then.
+            ids: only these (at most 256, none for an empty list), evaluation samples included; the state does not matter
+                then. None: all.
             full: records as `trajectory` returns them instead of summaries.
         """
+        if ids is not None and not ids:
+            return
         params = {"limit": limit, **({"state": state} if state else {}), **({"view": "full"} if full else {})}
         params |= {"id": list(ids)} if ids else {}
         for item in self._transport.pages(f"/v1/runs/{run}/trajectories", "trajectories", params, deadline_s):

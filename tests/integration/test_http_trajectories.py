@@ -93,6 +93,7 @@ def test_bad_query_names_the_parameter(http: httpx.Client, run: str, params: dic
 def test_trajectories_are_read_by_id_in_one_request(client: Client, gateway: HttpGateway, run: str) -> None:
     client.post_prompts(run, [{"number": n, "prompt": "1"} for n in (0, 1)])
     gateway.generate(run, f"{run}.1.0", [5])
+    assert list(client.trajectories(run, ids=[])) == []
     named = list(client.trajectories(run, ids=[f"{run}.1.0", f"{run}.7.7", f"{run}.0.1"], full=True))
     assert [(t["trajectory_id"], t["text"]) for t in named] == [(f"{run}.1.0", "1"), (f"{run}.0.1", None)]
 
