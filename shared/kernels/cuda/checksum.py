@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -11,41 +12,45 @@ from torch import Tensor
 
 from shared.kernels.machine import to_device
 
-PROGRAMS = 64
-"""That share a tensor."""
+BLOCK, BLOCKS = 4096, 4
+"""Words that a program reads at once, and how often: tensors of all sizes keep the device evenly busy."""
 
 
 @triton.jit
-def checksum_kernel(addresses, counts, sums, W: tl.constexpr, BLOCK: tl.constexpr):
-    """sums[t] += sum over i of (words[i] * ((i * W) | 1) modulo 2^32), as signed numbers; integers have no order of addition.
+def checksum_kernel(parts, sums, W: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """sums[t] += sum over the part's i of (words[i] * ((i * W) | 1) modulo 2^32), as signed numbers; integers have no order of
+    addition.
 
     Args:
-        addresses, counts: [tensors] int64: of int32 words.
+        parts: [programs, 4] int64: a tensor's t, address and number of int32 words, and the first of them here.
         sums: [tensors] int64.
     """
-    t = tl.program_id(0)
-    words = tl.load(addresses + t).to(tl.pointer_type(tl.int32))
-    count = tl.load(counts + t)
-    first = tl.program_id(1).to(tl.int64) * BLOCK
+    part = parts + tl.program_id(0) * 4
+    words = tl.load(part + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(part + 2)
+    first = tl.load(part + 3)
     total = tl.zeros((BLOCK,), tl.int64)
-    for begin in range(first, count, tl.num_programs(1).to(tl.int64) * BLOCK):
-        i = begin + tl.arange(0, BLOCK)
+    for block in tl.static_range(BLOCKS):
+        i = first + block * BLOCK + tl.arange(0, BLOCK)
         word = tl.load(words + i, mask=i < count, other=0)
         total += (word * ((i.to(tl.int32) * W) | 1)).to(tl.int64)
-    if first < count:
-        tl.atomic_add(sums + t, tl.sum(total))
+    tl.atomic_add(sums + tl.load(part), tl.sum(total))
 
 
 def weighted_sums(tensors: Sequence[Tensor], weight: int) -> Tensor:
     """[tensors] int64, in the current stream.
 
     Args:
-        tensors: int32, contiguous, [n], all on one device.
+        tensors: int32, contiguous, [n], all on one device; n > 0.
         weight: as int32.
     """
     device = tensors[0].device
-    table = torch.tensor([[t.data_ptr() for t in tensors], [t.numel() for t in tensors]], dtype=torch.int64)
-    addresses, counts = to_device(table, device)
+    addresses_N, counts_N = np.array([(t.data_ptr(), t.numel()) for t in tensors], np.int64).T
+    parts_N = -(-counts_N // (BLOCK * BLOCKS))
+    of_P = np.repeat(np.arange(len(tensors)), parts_N)
+    firsts_P = (np.arange(len(of_P)) - np.repeat(np.cumsum(parts_N) - parts_N, parts_N)) * (BLOCK * BLOCKS)
+    parts_P4 = np.stack((of_P, addresses_N[of_P], counts_N[of_P], firsts_P), axis=1)
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    checksum_kernel[(len(tensors), PROGRAMS)](addresses, counts, sums, W=weight, BLOCK=4096, num_warps=8)
+    parts = to_device(torch.from_numpy(parts_P4), device)
+    checksum_kernel[(len(of_P),)](parts, sums, W=weight, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
     return sums
