@@ -141,8 +141,8 @@ class Arms:
             yield self._again(f"chunks of {size}", self._engine(max_chunk_tokens=size), everyone)
         yield self._eager(graphs)
         yield self._prefix_hits()
-        yield self._preempted(shares_prefixes=False)
-        yield self._preempted(shares_prefixes=True)
+        yield self._preempted()
+        yield self._resumed()
 
     def controls(self) -> Iterator[Finding]:
         """What must differ: library products in the engine, the library's attention in the trainer's forward."""
@@ -215,19 +215,32 @@ class Arms:
         self._answers(engine, everyone, batch=len(everyone))
         return self._again("prefix hits", engine, everyone, proof=proof)
 
-    def _preempted(self, *, shares_prefixes: bool) -> Finding:
+    def _preempted(self) -> Finding:
         def proof(engine: OfflineEngine) -> str:
-            scheduler = engine.engine.scheduler
-            if shares_prefixes and not scheduler.num_prefix_hit_tokens:
-                return "nobody found its pages again"
-            return "" if scheduler.num_preemptions else "nobody was preempted"
+            return "" if engine.engine.scheduler.num_preemptions else "nobody was preempted"
 
         plan = self.plan
         least = (-(-plan.max_model_len // plan.page_size) + 2) * plan.page_size
         tokens = max(plan.kv_tokens // 2 // plan.page_size * plan.page_size, least)
-        engine = self._engine(kv_cache_tokens=tokens, shares_prefixes=shares_prefixes)
-        arm = "preempted, resumed behind its own pages" if shares_prefixes else "preempted and resumed"
-        return self._again(arm, engine, range(self.plan.num_requests), proof=proof)
+        engine = self._engine(kv_cache_tokens=tokens)
+        return self._again("preempted and resumed", engine, range(plan.num_requests), proof=proof)
+
+    def _resumed(self) -> Finding:
+        """Everybody loses its place in the middle, and comes back behind pages of its own, which are still there."""
+        finding, engine = Finding("preempted, resumed behind its own pages"), self._engine(shares_prefixes=True)
+        ids = {n: self._submit(engine, n)[0] for n in self.base}
+        scheduler, counters = engine.engine.scheduler, engine.engine.counters
+        while counters.sampled_tokens < len(ids) * self.plan.new_tokens // 2:
+            engine.step()
+        engine.preempt()
+        num_preempted, num_hits = scheduler.num_preemptions, scheduler.num_prefix_hit_tokens
+        engine.run()
+        for number, i in ids.items():
+            answer = sampled(engine.results[i])
+            finding.add(number, len(answer.tokens), answer.differing(self.base[number]))
+        if num_preempted < len(ids) or scheduler.num_prefix_hit_tokens < num_hits + len(ids) * self.plan.page_size:
+            finding.problem = f"{num_preempted} of {len(ids)} were preempted, and not all found a page again"
+        return finding
 
     def _continued(self, engine: OfflineEngine) -> Finding:
         """The second half of every sample, its first half given: what a replica does that takes over another's work."""

@@ -121,8 +121,10 @@ def decoding(engine: OfflineEngine, workload: Workload, context: int, steps: int
     ]
     submit(engine, requests)
     scheduler = engine.engine.scheduler
-    while scheduler.waiting or not all(len(s.token_ids) > prompt_tokens for s in scheduler.running):
+    # What a sequence's object knows of its tokens is late.
+    while scheduler.waiting or any(scheduler.slots.known[s.slot] <= prompt_tokens for s in scheduler.running):
         engine.step()
+    assert len(scheduler.running) == len(requests), f"{len(scheduler.running)} of {len(requests)} sequences decode"
 
 
 def drain(engine: OfflineEngine) -> None:

@@ -108,6 +108,10 @@ class Engine:
             self.recompute.look(self.scheduler)
         return has_computed
 
+    def drain(self) -> None:
+        """Reads what is in flight without launching more."""
+        self._pipeline.drain()
+
     def take_outputs(self) -> Outputs:
         outputs, self._pipeline.outputs = self._pipeline.outputs, Outputs()
         return outputs

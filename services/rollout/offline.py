@@ -136,6 +136,14 @@ class OfflineEngine:
             self.engine.step()
         self._collect()
 
+    def preempt(self) -> None:
+        """Takes every place away between two steps, as others' tokens do where the cache is full."""
+        with torch.inference_mode():
+            self.engine.drain()
+        self._collect()
+        # No other sequence could run beside one that fills the cache.
+        self.engine.scheduler.make_room(self.engine.config.kv_capacity_tokens)
+
     def run(self) -> dict[str, Sampled]:
         """Steps until nothing is open."""
         with torch.inference_mode():
