@@ -81,7 +81,7 @@ async def generate(
     A cancelled stream is an abort: the replica drops what it was sampling. Raises StreamBroken; samples keep what arrived.
 
     Args:
-        idle_s: longest wait for the next chunk, or for a sign that the replica is busy with others.
+        idle_s: longest wait for the next message, or for a sign that the replica is busy with others.
         on_chunk: sees every chunk once it was checked and taken.
     """
     by_id = {s.trajectory_id: s for s in samples}
@@ -90,18 +90,24 @@ async def generate(
     num_open = len(samples)
     try:
         while num_open:
-            chunk = await _next_chunk(call, stub, idle_s)
-            if chunk is grpc.aio.EOF:
+            reply = await _next_reply(call, stub, idle_s)
+            if reply is grpc.aio.EOF:
                 raise StreamBroken("ended", f"{num_open} samples unfinished")
-            sample = by_id.get(chunk.trajectory_id)
-            if sample is None:
-                raise ProtocolViolation(f"chunk of {chunk.trajectory_id!r}, which was not asked for")
-            sample.add(chunk, version=work.version, replica=replica, is_pinned=work.is_pinned)
-            if on_chunk is not None:
-                on_chunk(chunk)
-            if sample.finish_reason is not None:
-                num_open -= 1
-                await on_finished(sample)
+            if not reply.chunks:
+                raise ProtocolViolation("a message without chunks")
+            for chunk in reply.chunks:
+                sample = by_id.get(chunk.trajectory_id)
+                if sample is None:
+                    raise ProtocolViolation(f"chunk of {chunk.trajectory_id!r}, which was not asked for")
+                sample.add(
+                    chunk, by=reply.version, fingerprint=reply.fingerprint, version=work.version, replica=replica,
+                    is_pinned=work.is_pinned,
+                )  # fmt: skip
+                if on_chunk is not None:
+                    on_chunk(chunk)
+                if sample.finish_reason is not None:
+                    num_open -= 1
+                    await on_finished(sample)
     except ProtocolViolation as error:
         raise StreamBroken("protocol", str(error)) from error
     except TimeoutError as error:
@@ -112,8 +118,8 @@ async def generate(
         call.cancel()
 
 
-async def _next_chunk(call: grpc.aio.UnaryStreamCall, stub: pb_grpc.RolloutEngineStub, idle_s: float) -> Any:
-    """The next chunk or EOF; a replica that samples for others meanwhile is waited for, since this group stands in its line.
+async def _next_reply(call: grpc.aio.UnaryStreamCall, stub: pb_grpc.RolloutEngineStub, idle_s: float) -> Any:
+    """The next message or EOF; a replica that samples for others meanwhile is waited for, since this group stands in its line.
 
     Raises TimeoutError when the replica has sampled nothing for anybody between two looks.
     """

@@ -56,54 +56,57 @@ class PartialSample:
             for s in self.spans
         )
 
-    def add(self, chunk: pb.GenerateChunk, *, version: ws.Version, replica: str, is_pinned: bool = True) -> None:
+    def add(
+        self, chunk: pb.GenerateChunk, *, by: ws.Version, fingerprint: str, version: ws.Version, replica: str,
+        is_pinned: bool = True,
+    ) -> None:  # fmt: skip
         """Appends a chunk. Raises ProtocolViolation with what is wrong with it.
 
         Args:
+            by, fingerprint: version that sampled it and numerics, as its message says.
             version: that samples every token or, not pinned, the next one, with later ones behind it.
         """
         token_ids = int32_array(chunk.token_ids).tolist()
         logprobs = float32_array(chunk.logprobs)
         top1 = int32_array(chunk.top1).tolist()
-        self._check(chunk, token_ids, logprobs, top1, version, is_pinned)
+        self._check(chunk, token_ids, logprobs, top1, by, fingerprint, version, is_pinned)
         start = len(self.token_ids)
         if token_ids:
             self.token_ids += token_ids
             self.logprobs.append(logprobs)
             self.top1 += top1
             self._stamp(Span(
-                start=start, end=start + len(token_ids), kind=SpanKind.SAMPLED, lineage=chunk.lineage,
-                policy_step=chunk.policy_step, manifest_digest=chunk.manifest_digest, kv=Kv(chunk.kv),
+                start=start, end=start + len(token_ids), kind=SpanKind.SAMPLED, lineage=by.lineage,
+                policy_step=by.step, manifest_digest=by.digest, kv=Kv(chunk.kv),
             ))  # fmt: skip
-            self.fingerprint = chunk.fingerprint
+            self.fingerprint = fingerprint
             if replica not in self.replicas:
                 self.replicas.append(replica)
         if chunk.finish_reason:
             self.finish_reason = FinishReason(chunk.finish_reason)
 
     def _check(
-        self, chunk: pb.GenerateChunk, token_ids: list[int], logprobs: np.ndarray, top1: list[int], version: ws.Version,
-        is_pinned: bool,
+        self, chunk: pb.GenerateChunk, token_ids: list[int], logprobs: np.ndarray, top1: list[int], by: ws.Version,
+        fingerprint: str, version: ws.Version, is_pinned: bool,
     ) -> None:  # fmt: skip
         problem = ""
-        got = ws.Version(lineage=chunk.lineage, step=chunk.policy_step, digest=chunk.manifest_digest)
         total = len(self.token_ids) + len(token_ids)
         if self.finish_reason is not None:
             problem = "a chunk behind the end"
         elif chunk.start != len(self.token_ids):
             problem = f"tokens start at {chunk.start}, expected {len(self.token_ids)}"
-        elif got != version and (is_pinned or got.step <= version.step):
-            problem = f"tokens of version {_name(got)}, asked for {_name(version)}"
-        elif not self.can_go_on(got, is_pinned=is_pinned):
-            problem = f"tokens of version {_name(got)} behind those of step {self.last_step}"
+        elif by != version and (is_pinned or by.step <= version.step):
+            problem = f"tokens of version {_name(by)}, asked for {_name(version)}"
+        elif not self.can_go_on(by, is_pinned=is_pinned):
+            problem = f"tokens of version {_name(by)} behind those of step {self.last_step}"
         elif not len(token_ids) == len(logprobs) == len(top1):
             problem = f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(top1)} top-1 ids"
         elif not np.isfinite(logprobs).all():
             problem = "a logprob that is not finite"
         elif total > self.max_tokens:
             problem = f"{total} tokens, at most {self.max_tokens} were asked for"
-        elif self.fingerprint and token_ids and chunk.fingerprint != self.fingerprint:
-            problem = f"numerics {chunk.fingerprint!r} behind tokens of {self.fingerprint!r}"
+        elif self.fingerprint and token_ids and fingerprint != self.fingerprint:
+            problem = f"numerics {fingerprint!r} behind tokens of {self.fingerprint!r}"
         elif token_ids and chunk.kv not in set(Kv):
             problem = f"kv is {chunk.kv!r}"
         elif not token_ids and not chunk.finish_reason:

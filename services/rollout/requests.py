@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from services.rollout.samples import GroupRequest, InvalidRequest, OtherVersion, Sample, SampleChunk, Scoring
 from services.rollout.stopping import REPLACEMENT, Decode, StopRule
 from services.rollout.weights import ServedModel
+from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
+from shared.wire.pb import weight_sync_pb2 as ws
 from shared.wire.types import SamplingParams, int32_array
+
+BYTES_PER_TOKEN, BYTES_PER_CHUNK = 12, 64
+"""In a message: of an id, a logprob and a top-1 id, and of what a chunk has besides them and its name."""
 
 
 def sampling_of(message: pb.GenerateRequest) -> SamplingParams:
@@ -123,20 +129,28 @@ def scorings_of(message: pb.ScoreRequest, model: ServedModel, *, kv_capacity_tok
     return scorings
 
 
-def chunk_message(chunk: SampleChunk, fingerprint: str) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        trajectory_id=chunk.sample.trajectory_id,
-        start=chunk.start,
-        token_ids=_packed("i", chunk.token_ids),
-        logprobs=_packed("f", chunk.logprobs),
-        top1=_packed("i", chunk.top1),
-        lineage=chunk.version.lineage,
-        policy_step=chunk.version.step,
-        manifest_digest=chunk.version.digest,
-        kv=chunk.kv,
-        finish_reason=chunk.finish_reason or "",
-        fingerprint=fingerprint,
-    )
+def replies(chunks: Sequence[SampleChunk], fingerprint: str) -> Iterator[pb.GenerateReply]:
+    """Chunks of one call in order, in few messages: each of one version, and of `rpc.CHUNK_BYTES` or a single chunk at most."""
+    for version, same in groupby(chunks, key=lambda chunk: chunk.version):
+        stamp = ws.Version(lineage=version.lineage, step=version.step, digest=version.digest)
+        reply, num_bytes = pb.GenerateReply(version=stamp, fingerprint=fingerprint), 0
+        for chunk in same:
+            size = BYTES_PER_CHUNK + len(chunk.sample.trajectory_id) + BYTES_PER_TOKEN * len(chunk.token_ids)
+            if num_bytes and num_bytes + size > rpc.CHUNK_BYTES:
+                yield reply
+                reply, num_bytes = pb.GenerateReply(version=stamp, fingerprint=fingerprint), 0
+            num_bytes += size
+            # Made in place: a message that is handed over would be copied.
+            reply.chunks.add(
+                trajectory_id=chunk.sample.trajectory_id,
+                start=chunk.start,
+                token_ids=_packed("i", chunk.token_ids),
+                logprobs=_packed("f", chunk.logprobs),
+                top1=_packed("i", chunk.top1),
+                kv=chunk.kv,
+                finish_reason=chunk.finish_reason or "",
+            )
+        yield reply
 
 
 def _packed(kind: str, values: Sequence[float]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ from services.rollout.engine import CommitResult
 from services.rollout.loop import STOPPED, EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.pipeline import Outputs
-from services.rollout.requests import chunk_message, samples_of, sampling_of, scorings_of, tokenizer_decode
+from services.rollout.requests import replies, samples_of, sampling_of, scorings_of, tokenizer_decode
 from services.rollout.samples import (
     BadManifest,
     Full,
@@ -25,14 +26,14 @@ from services.rollout.samples import (
     InDoubt,
     InvalidRequest,
     OtherVersion,
+    Refused,
     Sample,
-    SampleChunk,
-    SampleFailed,
     ShuttingDown,
     UnservableRun,
 )
 from services.rollout.staging import Staging
 from services.rollout.stopping import Decode
+from services.rollout.streams import Stream
 from services.rollout.weights import ServedModel
 from shared.wire import rpc
 from shared.wire.pb import rollout_pb2 as pb
@@ -69,38 +70,6 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 _ANSWERED = tuple(kind for kind, _ in _CODES)
 
 
-class Stream:
-    """What one Generate call still has to send. Bounded by the tokens that its samples may have."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[SampleChunk | SampleFailed | Exception] = asyncio.Queue()
-
-    def put(self, item: SampleChunk | SampleFailed | Exception) -> None:
-        self._queue.put_nowait(item)
-
-    async def chunks(self, num_samples: int) -> AsyncIterator[SampleChunk]:
-        """Until every sample is finished. Raises what ended them otherwise, after everything that was sampled.
-
-        consumes: what the engine loop delivers
-        produces: chunks in order
-        waits for: the next delivery
-        unblocked by: the engine loop, which delivers the end of every sample, and its own
-        """
-        failure: SampleFailed | None = None
-        while num_samples:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if isinstance(item, SampleFailed):
-                num_samples, failure = num_samples - 1, item
-            else:
-                num_samples -= item.finish_reason is not None
-                yield item
-        if failure is not None:
-            kind = InDoubt if failure.is_in_doubt else ShuttingDown if failure.reason == STOPPED else OtherVersion
-            raise kind(failure.reason)
-
-
 class RolloutService(RolloutEngineServicer):
     """gRPC in front of an engine loop. Its methods run in the event loop of the main thread."""
 
@@ -122,33 +91,35 @@ class RolloutService(RolloutEngineServicer):
         for chunk in outputs.chunks:
             chunk.sample.request.stream.put(chunk)
         for failure in outputs.failures:
-            failure.sample.request.stream.put(failure)
+            failure.sample.request.stream.fail(failure)
 
     def end(self, fault: BaseException | None) -> None:
         """The engine loop is over: no stream will hear from it again."""
         error = ShuttingDown(STOPPED) if fault is None else EngineEnded(f"the engine failed: {fault}")
         for stream in self._streams:
-            stream.put(error)
+            stream.end(error)
         self.ended.set_result(fault)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateChunk]:
-        stream = Stream()
+    ) -> AsyncIterator[pb.GenerateReply]:
+        stream = Stream(len(request.samples))
         samples: list[Sample] = []
         self._streams.add(stream)
         try:
             model = self._model
             samples = await self._samples(request, model, stream)
-            await self._in_loop(lambda: self._engine.submit(samples, model))
-            async for chunk in stream.chunks(len(samples)):
-                yield chunk_message(chunk, model.numerics.fingerprint)
+            self._submit(samples, model, stream)
+            async for chunks in stream.chunks():
+                for reply in replies(chunks, model.numerics.fingerprint):
+                    yield reply
         except _ANSWERED as error:
             await _abort(context, error)
         finally:
-            # Also when the client is gone: nobody would read what these samples still cost.
             self._streams.discard(stream)
-            self._loop.call(lambda: self._engine.abort(samples))
+            if stream.num_open:
+                # Most likely the client is gone: nobody would read what these samples still cost.
+                self._loop.call(lambda: self._engine.abort(samples))
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
         ids = set(request.trajectory_ids)
@@ -277,6 +248,18 @@ class RolloutService(RolloutEngineServicer):
             decode=await self._decode(model.run.config.model) if sampling.stop else None,
             stream=stream,
         )
+
+    def _submit(self, samples: list[Sample], model: ServedModel, stream: Stream) -> None:
+        """Puts a group in line; the stream hears of a refusal. One that is not refused costs no way back from the engine."""
+        event_loop = asyncio.get_running_loop()
+
+        def hand_on(submitted: Future[None]) -> None:
+            error = submitted.exception()
+            # Any other error ends the engine loop, which every stream hears.
+            if isinstance(error, Refused):
+                event_loop.call_soon_threadsafe(stream.end, error)
+
+        self._loop.call(lambda: self._engine.submit(samples, model)).add_done_callback(hand_on)
 
     async def _decode(self, model_name: str) -> Decode:
         """The run's tokenizer, loaded by the first request that needs it."""

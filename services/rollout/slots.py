@@ -195,9 +195,12 @@ class Slots:
     def room(self, sample: Sample) -> int:
         """Tokens until the next chunk of a settled sample; 0: it is due.
 
-        Chunks end at different tokens in different slots, or those of samples that came together would all fall into one step.
+        Chunks of a call's samples end at the same tokens and leave in one message; those of other calls end at other tokens, or
+        all of them would fall into one step. What fits into the chunk that ends a sample waits for it.
         """
-        most = self.tokens_per_chunk
-        held = len(sample.logprobs)
-        to_next = -(sample.num_sampled_tokens + sample.slot) % most
+        most, held = self.tokens_per_chunk, len(sample.logprobs)
+        num_left = sample.limit - len(sample.token_ids)
+        if held + num_left <= most:
+            return num_left
+        to_next = -(sample.num_sampled_tokens + sample.request.prompt_number) % most
         return min(to_next, most - held) if held else to_next or most

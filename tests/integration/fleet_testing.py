@@ -33,7 +33,7 @@ def expected_tokens(seed: int, number: int, sample: int, step: int, count: int) 
 
 
 class Engine(pb_grpc.RolloutEngineServicer):
-    """One replica. Sends one token of each sample in turn."""
+    """One replica. Every message has one more token of each sample."""
 
     def __init__(self, name: str, *, incarnation: str = "1") -> None:
         self.name, self.incarnation = name, incarnation
@@ -51,8 +51,8 @@ class Engine(pb_grpc.RolloutEngineServicer):
         self.break_at: int | None = None
         """Sampled tokens of each sample after which the next stream breaks, once."""
         self.break_code = grpc.StatusCode.UNAVAILABLE
-        self.lie: pb.GenerateChunk | None = None
-        """Fields that replace those of the next chunk, once."""
+        self.lie: pb.GenerateChunk | ws.Version | None = None
+        """Fields that replace those of the next chunk, or of its version, once."""
         self.refuse: list[grpc.StatusCode] = []
         """Answers of the next calls."""
         self.is_busy = False
@@ -67,7 +67,7 @@ class Engine(pb_grpc.RolloutEngineServicer):
             self.asked.set()
         return pb.StatusReply(replica=self.name, num_sampled_tokens=self.num_sampled_tokens)
 
-    async def Generate(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateChunk]:
+    async def Generate(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateReply]:
         self.requests.append(request)
         if self.refuse:
             await context.abort(self.refuse.pop(0), "refused by the test")
@@ -76,14 +76,14 @@ class Engine(pb_grpc.RolloutEngineServicer):
         self.num_running += 1
         self.idle.clear()
         try:
-            async for chunk in self._sample(request, context):
-                yield chunk
+            async for reply in self._sample(request, context):
+                yield reply
         finally:
             self.num_running -= 1
             if not self.num_running:
                 self.idle.set()
 
-    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateChunk]:
+    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateReply]:
         version, total = self.version, request.sampling.max_tokens
         tokens = {
             s.trajectory_id: expected_tokens(request.seed, request.prompt_number, s.sample_index, version.step, total)
@@ -99,28 +99,29 @@ class Engine(pb_grpc.RolloutEngineServicer):
             if i == self.break_at:
                 self.break_at = None
                 await context.abort(self.break_code, "broken by the test")
-            for s in request.samples:
-                if i >= len(received[s.trajectory_id]):
-                    yield self._chunk(s.trajectory_id, i, tokens[s.trajectory_id][i], version, is_last=i == total - 1)
+            names = [s.trajectory_id for s in request.samples if i >= len(received[s.trajectory_id])]
+            if names:
+                yield self._reply({name: tokens[name][i] for name in names}, i, version, is_last=i == total - 1)
 
-    def _chunk(self, trajectory_id: str, i: int, token: int, version: ws.Version, *, is_last: bool) -> pb.GenerateChunk:
-        chunk = pb.GenerateChunk(
-            trajectory_id=trajectory_id,
-            start=i,
-            token_ids=int32_bytes([token]),
-            logprobs=float32_bytes(np.array([-token / 256], dtype=np.float32)),
-            top1=int32_bytes([token]),
-            lineage=version.lineage,
-            policy_step=version.step,
-            manifest_digest=version.digest,
-            kv="fresh",
-            finish_reason="length" if is_last else "",
-            fingerprint="f",
-        )
+    def _reply(self, tokens: dict[str, int], i: int, version: ws.Version, *, is_last: bool) -> pb.GenerateReply:
+        """Token `i` of each trajectory."""
+        chunks = [
+            pb.GenerateChunk(
+                trajectory_id=trajectory_id,
+                start=i,
+                token_ids=int32_bytes([token]),
+                logprobs=float32_bytes(np.array([-token / 256], dtype=np.float32)),
+                top1=int32_bytes([token]),
+                kv="fresh",
+                finish_reason="length" if is_last else "",
+            )
+            for trajectory_id, token in tokens.items()
+        ]
+        reply = pb.GenerateReply(version=version, fingerprint="f", chunks=chunks)
         if self.lie is not None:
-            chunk.MergeFrom(self.lie)
+            (reply.version if isinstance(self.lie, ws.Version) else reply.chunks[0]).MergeFrom(self.lie)
             self.lie = None
-        return chunk
+        return reply
 
     def entry(self) -> ws.Replica:
         return ws.Replica(

@@ -160,7 +160,7 @@ def request_of(digest: str, prompt, *, samples=1, number=0, continued=None, **sa
 def collect(stream) -> dict[str, dict]:
     """Trajectories of a Generate stream, chunks checked to be contiguous."""
     out: dict[str, dict] = {}
-    for chunk in stream:
+    for reply, chunk in ((r, c) for r in stream for c in r.chunks):
         t = out.setdefault(
             chunk.trajectory_id,
             {"start": chunk.start, "tokens": [], "logprobs": b"", "top1": [], "steps": [], "finish": ""},
@@ -171,10 +171,10 @@ def collect(stream) -> dict[str, dict]:
         t["tokens"] += tokens
         t["logprobs"] += chunk.logprobs
         t["top1"] += int32_array(chunk.top1).tolist()
-        t["steps"] += [chunk.policy_step] * len(tokens)
+        t["steps"] += [reply.version.step] * len(tokens)
         t["finish"] = chunk.finish_reason
         assert chunk.kv == "fresh"
-        assert chunk.fingerprint
+        assert reply.fingerprint
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import grpc
@@ -88,11 +89,35 @@ def test_tokens_of_another_version_are_refused_and_sampled_again(url):
     async def test():
         async with rig(url) as r:
             (engine,) = r.engines
-            engine.lie = pb.GenerateChunk(manifest_digest="digest-9", policy_step=9)
+            engine.lie = version(9)
             before = value(names.REPLICA_FAILURES, reason="protocol")
             await r.store.accept_prompts("r", [prompt(0)])
             await r.states(awaiting_reward=2)
             await assert_exact(r.store, 0, step=0)
+            assert value(names.REPLICA_FAILURES, reason="protocol") == before + 1
+
+    run_async(test)
+
+
+class Hollow(Engine):
+    """Its first message has no chunks."""
+
+    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateReply]:
+        if len(self.requests) == 1:
+            yield pb.GenerateReply(version=self.version, fingerprint="f")
+        async for reply in super()._sample(request, context):
+            yield reply
+
+
+def test_a_message_without_chunks_is_no_sign_of_life(url):
+    async def test():
+        async with rig(url, num_engines=0) as r:
+            engine = await r.add_engine(Hollow("replica-0"))
+            before = value(names.REPLICA_FAILURES, reason="protocol")
+            await r.store.accept_prompts("r", [prompt(0)])
+            await r.states(awaiting_reward=2)
+            await assert_exact(r.store, 0, step=0)
+            assert len(engine.requests) == 2
             assert value(names.REPLICA_FAILURES, reason="protocol") == before + 1
 
     run_async(test)

@@ -115,11 +115,11 @@ def test_the_last_group_of_a_batch_is_never_given_up_but_the_run_waits_for_its_g
 class Halting(Engine):
     """Finishes the first two samples and breaks."""
 
-    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateChunk]:
+    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateReply]:
         for s in request.samples[:2]:
             tokens = expected_tokens(request.seed, request.prompt_number, s.sample_index, self.version.step, 8)
             for i, token in enumerate(tokens):
-                yield self._chunk(s.trajectory_id, i, token, self.version, is_last=i == 7)
+                yield self._reply({s.trajectory_id: token}, i, self.version, is_last=i == 7)
         await context.abort(grpc.StatusCode.INTERNAL, "broken by the test")
 
 

@@ -47,7 +47,7 @@ class Sampler(Peer):
         self.go_on_sampling = asyncio.Event()
         self.go_on_sampling.set()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateChunk]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateReply]:
         version = self.held[0].version
         assert request.manifest_digest == version.digest
         for sample in request.samples:
@@ -55,19 +55,16 @@ class Sampler(Peer):
             for i in range(begin, request.sampling.max_tokens):
                 await self.go_on_sampling.wait()
                 token = FIRST_DIGIT + (sample.sample_index + i) % 10
-                yield pb.GenerateChunk(
+                chunk = pb.GenerateChunk(
                     trajectory_id=sample.trajectory_id,
                     start=i,
                     token_ids=int32_bytes([token]),
                     logprobs=float32_bytes(np.array([-0.5], np.float32)),
                     top1=int32_bytes([token]),
-                    lineage=version.lineage,
-                    policy_step=version.step,
-                    manifest_digest=version.digest,
                     kv="fresh",
                     finish_reason="length" if i == request.sampling.max_tokens - 1 else "",
-                    fingerprint="f",
                 )
+                yield pb.GenerateReply(version=version, fingerprint="f", chunks=[chunk])
 
 
 @contextmanager

@@ -33,10 +33,10 @@ def test_sigterm_ends_streams_with_what_they_have_and_waits_for_no_fetch():
         assert peer.fetching.wait(DEADLINE_S)
         request = request_of(first.version.digest, PROMPT, samples=24, max_tokens=140)
         stream = stub.Generate(request, timeout=DEADLINE_S)
-        chunks = [next(stream)]
+        replies = [next(stream)]
         process.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError) as error:
-            chunks.extend(stream)
+            replies.extend(stream)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "continue elsewhere" in error.value.details()
         assert process.exit_code() == 0
@@ -47,7 +47,7 @@ def test_sigterm_ends_streams_with_what_they_have_and_waits_for_no_fetch():
         driver = Driver()
         driver.submit(PROMPT, samples=4, max_tokens=140)
         expected = driver.run()
-        arrived = collect(chunks)
+        arrived = collect(replies)
         for name, whole in expected.items():
             tokens = arrived[f"demo.{name}"]["tokens"]
             assert tokens == whole.tokens[: len(tokens)]

@@ -73,7 +73,7 @@ def test_replicas_follow_the_needed_version_and_continue_each_other(weight_sync,
         stream = first_stub.Generate(request_of(digests[0], PROMPT, samples=12, max_tokens=140), timeout=DEADLINE_S)
 
         def receive_and_kill() -> None:
-            for chunk in stream:
+            for chunk in (chunk for reply in stream for chunk in reply.chunks):
                 arrived[chunk.trajectory_id] += int32_array(chunk.token_ids).tolist()
                 logprobs[chunk.trajectory_id] += chunk.logprobs
                 if all(arrived.values()) and first.process.poll() is None:

@@ -56,9 +56,21 @@ def test_generate_streams_what_an_engine_in_process_samples(version0):
 
 def test_tokens_arrive_before_the_sample_is_finished(version0):
     _, _, stub, digest = version0
-    chunks = list(stub.Generate(request_of(digest, PROMPT, max_tokens=9), timeout=DEADLINE_S))
+    replies = stub.Generate(request_of(digest, PROMPT, max_tokens=9), timeout=DEADLINE_S)
+    chunks = [chunk for reply in replies for chunk in reply.chunks]
     assert [c.start for c in chunks] == [0, 2, 4, 6, 8]
     assert [c.finish_reason for c in chunks] == ["", "", "", "", "length"]
+
+
+def test_what_a_calls_samples_have_new_travels_together(version0):
+    _, _, stub, digest = version0
+    request = request_of(digest, PROMPT, samples=8, max_tokens=9)
+    replies = list(stub.Generate(request, timeout=DEADLINE_S))
+    assert sum(len(reply.chunks) for reply in replies) == 8 * 5
+    # The first sample computes the prompt for the others, so that it is a step ahead of them.
+    assert len(replies) <= 2 * 5
+    assert {(reply.version.digest, reply.version.step) for reply in replies} == {(digest, 0)}
+    assert len(collect(replies)) == 8
 
 
 def test_a_continuation_gives_the_rest_and_is_counted(version0):
@@ -150,7 +162,7 @@ def test_abort_ends_samples_with_what_they_have(version0):
     assert (rest[kept]["finish"], len(rest[kept]["tokens"])) == ("length", 140)
     assert {rest[i]["finish"] for i in ids} == {"aborted"}
     assert all(len(rest[i]["tokens"]) < 140 for i in ids)
-    assert rest[first.trajectory_id]["tokens"]
+    assert rest[first.chunks[0].trajectory_id]["tokens"]
 
 
 def test_a_client_that_goes_away_takes_its_samples_with_it(version0):

@@ -29,7 +29,7 @@ def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(versi
     manifest = manifest_of(seed=1, step=1)
     peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
     stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
-    chunks = [next(stream)]
+    replies = [next(stream)]
     reply = stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
     assert reply.manifest_digest == manifest.version.digest
     assert stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).staged_digest == manifest.version.digest
@@ -37,7 +37,7 @@ def test_prepare_goes_on_beside_generation_and_commit_recomputes_what_runs(versi
     assert (commit.probe_tokens, commit.probe_differing) == (52, 0)
     assert set(commit.pause_parts) == {"drain", "requeue", "copy", "digest", "probe"}
     assert sum(commit.pause_parts.values()) == pytest.approx(commit.pause_seconds)
-    got = collect([*chunks, *stream])
+    got = collect([*replies, *stream])
     status = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S)
     assert not status.is_recomputing
     assert status.recompute_seconds > 0
@@ -159,7 +159,7 @@ def test_what_runs_when_the_probe_differs_ends_as_what_is_not_to_be_believed(ver
     peer, _, stub, digest = version0
     manifest = with_a_flipped_bit(manifest_of(seed=1, step=1))
     stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
-    assert next(stream).token_ids
+    assert next(stream).chunks[0].token_ids
     assert serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 1))).probe_differing == 1
     code, details = code_of(lambda: list(stream))
     assert code is grpc.StatusCode.DATA_LOSS
@@ -211,10 +211,10 @@ def test_another_run_takes_over_with_its_own_tokenizer_and_ends_what_ran(version
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     stream = stub.Generate(request_of(digest, PROMPT, samples=24, max_tokens=140), timeout=DEADLINE_S)
-    chunks = [next(stream)]
+    replies = [next(stream)]
     manifest = manifest_of(seed=0, step=0, run="other", model=str(tmp_path))
     serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-    code, details = code_of(lambda: chunks.extend(stream))
+    code, details = code_of(lambda: replies.extend(stream))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "from run demo to other" in details
 
@@ -224,7 +224,7 @@ def test_another_run_takes_over_with_its_own_tokenizer_and_ends_what_ran(version
         return collect(stub.Generate(request, timeout=DEADLINE_S))["demo.0.0"]
 
     free = generate()
-    assert collect(chunks)["demo.0.0"]["tokens"] == free["tokens"][: len(collect(chunks)["demo.0.0"]["tokens"])]
+    assert collect(replies)["demo.0.0"]["tokens"] == free["tokens"][: len(collect(replies)["demo.0.0"]["tokens"])]
     # Crosses the border of two tokens, and ends the sample where the text has it for the first time.
     text = "".join(f"w{i} " for i in free["tokens"])
     third = "".join(f"w{i} " for i in free["tokens"][8:11])
@@ -243,19 +243,19 @@ def test_keep_goes_on_behind_the_old_keys_and_says_so(version0):
     manifest = manifest_of(seed=1, step=1)
     peer.versions[manifest.version.digest] = manifest, tensors_of(trainer_decoder("float32", 1))
     stream = stub.Generate(request_of(digest, PROMPT, samples=8, max_tokens=140), timeout=DEADLINE_S)
-    chunks = [next(stream)]
+    replies = [next(stream)]
     stub.PrepareWeights(pb.PrepareWeightsRequest(manifest=manifest), timeout=DEADLINE_S)
     commit = stub.CommitWeights(
         pb.CommitWeightsRequest(manifest_digest=manifest.version.digest, mode="keep"), timeout=DEADLINE_S
     )
     assert (commit.probe_tokens, commit.probe_differing) == (52, 0)
-    chunks += stream
-    assert {(c.policy_step, c.kv) for c in chunks if c.token_ids} == {(0, "fresh"), (1, "mixed")}
+    replies += stream
+    assert {(r.version.step, c.kv) for r in replies for c in r.chunks if c.token_ids} == {(0, "fresh"), (1, "mixed")}
     num_preempted = stub.Status(pb.StatusRequest(), timeout=DEADLINE_S).num_preemptions
-    for chunk in chunks:
+    for chunk in (c for r in replies for c in r.chunks):
         chunk.kv = "fresh"
     num_equal = {0: 0, 1: 0}
-    for t in (got := collect(chunks)).values():
+    for t in (got := collect(replies)).values():
         assert t["finish"] == "length"
         for step in (0, 1):
             scored = trainer_logprobs(trainer_decoder("float32", step), [PROMPT + t["tokens"]])[0][-140:]

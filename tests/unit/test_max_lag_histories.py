@@ -138,7 +138,8 @@ class OpportunisticRun(RuleBasedStateMachine):
             )
             step = self.fleet.serving[name]
             assert step is not None
-            partial.add(chunk(partial, version(step)), version=asked, replica=name, is_pinned=False)
+            by = version(step)
+            partial.add(chunk(partial), by=by, fingerprint="f", version=asked, replica=name, is_pinned=False)
             if partial.finish_reason:
                 del self.flights[number]
 
@@ -244,12 +245,11 @@ class OpportunisticRun(RuleBasedStateMachine):
         return NAMES[index % len(self.fleet.serving)]
 
 
-def chunk(partial: PartialSample, by: ws.Version) -> pb.GenerateChunk:
+def chunk(partial: PartialSample) -> pb.GenerateChunk:
     start = len(partial.token_ids)
     return pb.GenerateChunk(
         trajectory_id=partial.trajectory_id, start=start, token_ids=int32_bytes([1]), top1=int32_bytes([1]),
-        logprobs=float32_bytes(np.zeros(1, np.float32)), lineage=by.lineage, policy_step=by.step,
-        manifest_digest=by.digest, kv="fresh", fingerprint="f", finish_reason="length" if start == LENGTH - 1 else "",
+        logprobs=float32_bytes(np.zeros(1, np.float32)), kv="fresh", finish_reason="length" if start == LENGTH - 1 else "",
     )  # fmt: skip
 
 

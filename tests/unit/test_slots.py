@@ -13,7 +13,7 @@ from services.rollout.graphs import Shape, padded
 from services.rollout.inputs import SlotTables
 from services.rollout.kv_cache import PagePool
 from services.rollout.meters import Meters
-from services.rollout.requests import chunk_message
+from services.rollout.requests import replies
 from services.rollout.samples import GroupRequest, Sample, SampleChunk, Version
 from services.rollout.scheduler import Scheduler
 from services.rollout.sequence import SequenceState
@@ -95,20 +95,41 @@ def test_a_sample_ends_and_streams_as_if_it_were_looked_at_after_every_token(
     assert slots.num_free == 5 - int(slots.runs.sum())
 
 
-def test_the_chunks_of_samples_that_came_together_are_spread_over_the_steps():
+def test_chunks_of_a_group_are_due_together_and_those_of_groups_that_came_together_are_spread_over_the_steps():
     slots = Slots(64, tokens_per_chunk=8)
-    for i in range(64):
-        slots.enter(sample_of([1, 2], arrival=i, max_tokens=100))
+    # Groups of four, which come in any order.
+    for i in np.random.default_rng(0).permutation(64).tolist():
+        slots.enter(sample_of([1, 2], arrival=i // 4, max_tokens=100))
     everybody, due = np.arange(64), []
     for _ in range(16):
         found = slots.extend(everybody, np.zeros((3, 64), np.int32))
-        due.append(len(found))
+        due.append(sorted(sample.arrival for sample in slots.seqs[found]))
         for sample in slots.seqs[found].tolist():
             slots.settle(sample)
             assert slots.room(sample) == 0
             sample.logprobs, sample.top1 = [], []
             slots.watch(sample)
-    assert due == [8] * 16
+    assert [len(groups) for groups in due] == [8] * 16
+    assert all(groups == sorted([groups[0]] * 4 + [groups[-1]] * 4) for groups in due)
+
+
+@given(max_tokens=st.integers(1, 40), most=st.integers(1, 12), number=st.integers(0, 20))
+def test_the_chunk_that_ends_a_sample_takes_what_it_can_hold(max_tokens, most, number):
+    slots = Slots(1, tokens_per_chunk=most)
+    sample = sample_of([1, 2], arrival=number, max_tokens=max_tokens)
+    slots.enter(sample)
+    sizes = []
+    while sum(sizes) < max_tokens:
+        if len(slots.extend(np.array([0]), np.zeros((3, 1), np.int32))):
+            slots.settle(sample)
+            if slots.room(sample) == 0:
+                sizes.append(len(sample.logprobs))
+                sample.logprobs, sample.top1 = [], []
+            slots.watch(sample)
+    assert max(sizes) <= most
+    assert len(sizes) <= -(-max_tokens // most) + 1
+    assert len(sizes) == 1 or sizes[-2] + sizes[-1] > most
+    assert len(sizes) == 1 or max_tokens > most
 
 
 def scheduler_of(num_pages, max_step_tokens, max_chunk_tokens, max_running):
@@ -248,7 +269,7 @@ def test_a_chunks_message_has_the_bits_of_what_was_sampled(rows):
         sample=sample, start=0, token_ids=ids, logprobs=logprobs, top1=top1,
         version=Version(lineage=0, step=1, digest="d"), kv=Kv.FRESH, finish_reason=None,
     )  # fmt: skip
-    message = chunk_message(chunk, "f")
+    ((message,),) = (reply.chunks for reply in replies([chunk], "f"))
     assert (message.token_ids, message.top1) == (int32_bytes(ids), int32_bytes(top1))
     assert message.logprobs == float32_bytes(np.float32(logprobs))
 
@@ -285,4 +306,4 @@ def test_nobody_is_looked_for_in_a_slot_that_changed_hands():
     slots.enter(second)
     assert step.stints_S[0] != slots.stints[0]
     assert second.state is SequenceState.NEW
-    assert (slots.known[0], slots.look_at[0]) == (1, 5)
+    assert (slots.known[0], slots.look_at[0]) == (1, 4)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shared.wire.pb import weight_sync_pb2 as shared_dot_wire_dot_pb_dot_weight__sync__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshared/wire/pb/rollout.proto\x12\x12timzero.rollout.v1\x1a shared/wire/pb/weight_sync.proto\"\x8c\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\"H\n\x06Sample\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\xed\x01\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_number\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12\x34\n\x08sampling\x18\x06 \x01(\x0b\x32\".timzero.rollout.v1.SamplingParams\x12+\n\x07samples\x18\x07 \x03(\x0b\x32\x1a.timzero.rollout.v1.Sample\x12\x12\n\nevaluation\x18\x08 \x01(\x08\"\xdf\x01\n\rGenerateChunk\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0c\n\x04top1\x18\x05 \x01(\x0c\x12\x0f\n\x07lineage\x18\x06 \x01(\r\x12\x13\n\x0bpolicy_step\x18\x07 \x01(\x04\x12\x17\n\x0fmanifest_digest\x18\x08 \x01(\t\x12\n\n\x02kv\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"!\n\nAbortReply\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"K\n\x15PrepareWeightsRequest\x12\x32\n\x08manifest\x18\x01 \x01(\x0b\x32 .timzero.weight_sync.v1.Manifest\"T\n\x13PrepareWeightsReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x14\x43ommitWeightsRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"\xf3\x01\n\x12\x43ommitWeightsReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x14\n\x0cprobe_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprobe_differing\x18\x03 \x01(\r\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12K\n\x0bpause_parts\x18\x05 \x03(\x0b\x32\x36.timzero.rollout.v1.CommitWeightsReply.PausePartsEntry\x1a\x31\n\x0fPausePartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x13\x41\x62ortWeightsRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\"\x13\n\x11\x41\x62ortWeightsReply\"6\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0c\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\"7\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\xf0\x03\n\x0bStatusReply\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\r\x12\x13\n\x0bpolicy_step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\t \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\n \x01(\x04\x12\x1c\n\x14num_continued_tokens\x18\x0b \x01(\x04\x12=\n\x07kernels\x18\x0c \x03(\x0b\x32,.timzero.rollout.v1.StatusReply.KernelsEntry\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\t\x12\x15\n\rstaged_digest\x18\x0e \x01(\t\x12\x15\n\rmax_model_len\x18\x0f \x01(\r\x12\x16\n\x0eis_recomputing\x18\x10 \x01(\x08\x12\x19\n\x11recompute_seconds\x18\x11 \x01(\x01\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xf2\x04\n\rRolloutEngine\x12T\n\x08Generate\x12#.timzero.rollout.v1.GenerateRequest\x1a!.timzero.rollout.v1.GenerateChunk0\x01\x12I\n\x05\x41\x62ort\x12 .timzero.rollout.v1.AbortRequest\x1a\x1e.timzero.rollout.v1.AbortReply\x12\x64\n\x0ePrepareWeights\x12).timzero.rollout.v1.PrepareWeightsRequest\x1a\'.timzero.rollout.v1.PrepareWeightsReply\x12\x61\n\rCommitWeights\x12(.timzero.rollout.v1.CommitWeightsRequest\x1a&.timzero.rollout.v1.CommitWeightsReply\x12^\n\x0c\x41\x62ortWeights\x12\'.timzero.rollout.v1.AbortWeightsRequest\x1a%.timzero.rollout.v1.AbortWeightsReply\x12I\n\x05Score\x12 .timzero.rollout.v1.ScoreRequest\x1a\x1e.timzero.rollout.v1.ScoreReply\x12L\n\x06Status\x12!.timzero.rollout.v1.StatusRequest\x1a\x1f.timzero.rollout.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshared/wire/pb/rollout.proto\x12\x12timzero.rollout.v1\x1a shared/wire/pb/weight_sync.proto\"\x8c\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\"H\n\x06Sample\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\xed\x01\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_number\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12\x34\n\x08sampling\x18\x06 \x01(\x0b\x32\".timzero.rollout.v1.SamplingParams\x12+\n\x07samples\x18\x07 \x03(\x0b\x32\x1a.timzero.rollout.v1.Sample\x12\x12\n\nevaluation\x18\x08 \x01(\x08\"\x89\x01\n\rGenerateReply\x12\x30\n\x07version\x18\x01 \x01(\x0b\x32\x1f.timzero.weight_sync.v1.Version\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x31\n\x06\x63hunks\x18\x03 \x03(\x0b\x32!.timzero.rollout.v1.GenerateChunk\"\x8b\x01\n\rGenerateChunk\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0c\n\x04top1\x18\x05 \x01(\x0c\x12\n\n\x02kv\x18\x06 \x01(\t\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"!\n\nAbortReply\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"K\n\x15PrepareWeightsRequest\x12\x32\n\x08manifest\x18\x01 \x01(\x0b\x32 .timzero.weight_sync.v1.Manifest\"T\n\x13PrepareWeightsReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x14\x43ommitWeightsRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"\xf3\x01\n\x12\x43ommitWeightsReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x14\n\x0cprobe_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprobe_differing\x18\x03 \x01(\r\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12K\n\x0bpause_parts\x18\x05 \x03(\x0b\x32\x36.timzero.rollout.v1.CommitWeightsReply.PausePartsEntry\x1a\x31\n\x0fPausePartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\".\n\x13\x41\x62ortWeightsRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\"\x13\n\x11\x41\x62ortWeightsReply\"6\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0c\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\"7\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\xf0\x03\n\x0bStatusReply\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\r\x12\x13\n\x0bpolicy_step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x10\n\x08kv_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\t \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\n \x01(\x04\x12\x1c\n\x14num_continued_tokens\x18\x0b \x01(\x04\x12=\n\x07kernels\x18\x0c \x03(\x0b\x32,.timzero.rollout.v1.StatusReply.KernelsEntry\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\t\x12\x15\n\rstaged_digest\x18\x0e \x01(\t\x12\x15\n\rmax_model_len\x18\x0f \x01(\r\x12\x16\n\x0eis_recomputing\x18\x10 \x01(\x08\x12\x19\n\x11recompute_seconds\x18\x11 \x01(\x01\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xf2\x04\n\rRolloutEngine\x12T\n\x08Generate\x12#.timzero.rollout.v1.GenerateRequest\x1a!.timzero.rollout.v1.GenerateReply0\x01\x12I\n\x05\x41\x62ort\x12 .timzero.rollout.v1.AbortRequest\x1a\x1e.timzero.rollout.v1.AbortReply\x12\x64\n\x0ePrepareWeights\x12).timzero.rollout.v1.PrepareWeightsRequest\x1a\'.timzero.rollout.v1.PrepareWeightsReply\x12\x61\n\rCommitWeights\x12(.timzero.rollout.v1.CommitWeightsRequest\x1a&.timzero.rollout.v1.CommitWeightsReply\x12^\n\x0c\x41\x62ortWeights\x12\'.timzero.rollout.v1.AbortWeightsRequest\x1a%.timzero.rollout.v1.AbortWeightsReply\x12I\n\x05Score\x12 .timzero.rollout.v1.ScoreRequest\x1a\x1e.timzero.rollout.v1.ScoreReply\x12L\n\x06Status\x12!.timzero.rollout.v1.StatusRequest\x1a\x1f.timzero.rollout.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,36 +42,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLE']._serialized_end=301
   _globals['_GENERATEREQUEST']._serialized_start=304
   _globals['_GENERATEREQUEST']._serialized_end=541
-  _globals['_GENERATECHUNK']._serialized_start=544
-  _globals['_GENERATECHUNK']._serialized_end=767
-  _globals['_ABORTREQUEST']._serialized_start=769
-  _globals['_ABORTREQUEST']._serialized_end=807
-  _globals['_ABORTREPLY']._serialized_start=809
-  _globals['_ABORTREPLY']._serialized_end=842
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=844
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=919
-  _globals['_PREPAREWEIGHTSREPLY']._serialized_start=921
-  _globals['_PREPAREWEIGHTSREPLY']._serialized_end=1005
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1007
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1068
-  _globals['_COMMITWEIGHTSREPLY']._serialized_start=1071
-  _globals['_COMMITWEIGHTSREPLY']._serialized_end=1314
-  _globals['_COMMITWEIGHTSREPLY_PAUSEPARTSENTRY']._serialized_start=1265
-  _globals['_COMMITWEIGHTSREPLY_PAUSEPARTSENTRY']._serialized_end=1314
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=1316
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=1362
-  _globals['_ABORTWEIGHTSREPLY']._serialized_start=1364
-  _globals['_ABORTWEIGHTSREPLY']._serialized_end=1383
-  _globals['_SCOREREQUEST']._serialized_start=1385
-  _globals['_SCOREREQUEST']._serialized_end=1439
-  _globals['_SCOREREPLY']._serialized_start=1441
-  _globals['_SCOREREPLY']._serialized_end=1496
-  _globals['_STATUSREQUEST']._serialized_start=1498
-  _globals['_STATUSREQUEST']._serialized_end=1513
-  _globals['_STATUSREPLY']._serialized_start=1516
-  _globals['_STATUSREPLY']._serialized_end=2012
-  _globals['_STATUSREPLY_KERNELSENTRY']._serialized_start=1966
-  _globals['_STATUSREPLY_KERNELSENTRY']._serialized_end=2012
-  _globals['_ROLLOUTENGINE']._serialized_start=2015
-  _globals['_ROLLOUTENGINE']._serialized_end=2641
+  _globals['_GENERATEREPLY']._serialized_start=544
+  _globals['_GENERATEREPLY']._serialized_end=681
+  _globals['_GENERATECHUNK']._serialized_start=684
+  _globals['_GENERATECHUNK']._serialized_end=823
+  _globals['_ABORTREQUEST']._serialized_start=825
+  _globals['_ABORTREQUEST']._serialized_end=863
+  _globals['_ABORTREPLY']._serialized_start=865
+  _globals['_ABORTREPLY']._serialized_end=898
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=900
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=975
+  _globals['_PREPAREWEIGHTSREPLY']._serialized_start=977
+  _globals['_PREPAREWEIGHTSREPLY']._serialized_end=1061
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1063
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1124
+  _globals['_COMMITWEIGHTSREPLY']._serialized_start=1127
+  _globals['_COMMITWEIGHTSREPLY']._serialized_end=1370
+  _globals['_COMMITWEIGHTSREPLY_PAUSEPARTSENTRY']._serialized_start=1321
+  _globals['_COMMITWEIGHTSREPLY_PAUSEPARTSENTRY']._serialized_end=1370
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=1372
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=1418
+  _globals['_ABORTWEIGHTSREPLY']._serialized_start=1420
+  _globals['_ABORTWEIGHTSREPLY']._serialized_end=1439
+  _globals['_SCOREREQUEST']._serialized_start=1441
+  _globals['_SCOREREQUEST']._serialized_end=1495
+  _globals['_SCOREREPLY']._serialized_start=1497
+  _globals['_SCOREREPLY']._serialized_end=1552
+  _globals['_STATUSREQUEST']._serialized_start=1554
+  _globals['_STATUSREQUEST']._serialized_end=1569
+  _globals['_STATUSREPLY']._serialized_start=1572
+  _globals['_STATUSREPLY']._serialized_end=2068
+  _globals['_STATUSREPLY_KERNELSENTRY']._serialized_start=2022
+  _globals['_STATUSREPLY_KERNELSENTRY']._serialized_end=2068
+  _globals['_ROLLOUTENGINE']._serialized_start=2071
+  _globals['_ROLLOUTENGINE']._serialized_end=2697
 # @@protoc_insertion_point(module_scope)

@@ -55,31 +55,33 @@ class GenerateRequest(_message.Message):
     evaluation: bool
     def __init__(self, run: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_number: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., evaluation: _Optional[bool] = ...) -> None: ...
 
+class GenerateReply(_message.Message):
+    __slots__ = ("version", "fingerprint", "chunks")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    version: _weight_sync_pb2.Version
+    fingerprint: str
+    chunks: _containers.RepeatedCompositeFieldContainer[GenerateChunk]
+    def __init__(self, version: _Optional[_Union[_weight_sync_pb2.Version, _Mapping]] = ..., fingerprint: _Optional[str] = ..., chunks: _Optional[_Iterable[_Union[GenerateChunk, _Mapping]]] = ...) -> None: ...
+
 class GenerateChunk(_message.Message):
-    __slots__ = ("trajectory_id", "start", "token_ids", "logprobs", "top1", "lineage", "policy_step", "manifest_digest", "kv", "finish_reason", "fingerprint")
+    __slots__ = ("trajectory_id", "start", "token_ids", "logprobs", "top1", "kv", "finish_reason")
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP1_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    POLICY_STEP_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     start: int
     token_ids: bytes
     logprobs: bytes
     top1: bytes
-    lineage: int
-    policy_step: int
-    manifest_digest: str
     kv: str
     finish_reason: str
-    fingerprint: str
-    def __init__(self, trajectory_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top1: _Optional[bytes] = ..., lineage: _Optional[int] = ..., policy_step: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., kv: _Optional[str] = ..., finish_reason: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, trajectory_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top1: _Optional[bytes] = ..., kv: _Optional[str] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("trajectory_ids",)

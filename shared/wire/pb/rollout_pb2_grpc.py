@@ -39,7 +39,7 @@ class RolloutEngineStub:
         self.Generate = channel.unary_stream(
                 '/timzero.rollout.v1.RolloutEngine/Generate',
                 request_serializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateChunk.FromString,
+                response_deserializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateReply.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/timzero.rollout.v1.RolloutEngine/Abort',
@@ -133,7 +133,7 @@ def add_RolloutEngineServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateRequest.FromString,
-                    response_serializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateChunk.SerializeToString,
+                    response_serializer=shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -194,7 +194,7 @@ class RolloutEngine:
             target,
             '/timzero.rollout.v1.RolloutEngine/Generate',
             shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateRequest.SerializeToString,
-            shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateChunk.FromString,
+            shared_dot_wire_dot_pb_dot_rollout__pb2.GenerateReply.FromString,
             options,
             channel_credentials,
             insecure,
