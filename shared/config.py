@@ -43,6 +43,8 @@ def strict(cls: type[T]) -> type[T]:
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 """Building one takes milliseconds, and the gateway reads a run's configuration with every request."""
+_hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""Every look compiles each field's annotation anew."""
 
 
 def structure(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -126,7 +128,7 @@ class Key:
 
 def keys(cls: type, prefix: str = "") -> Iterator[Key]:
     """Every key of a configuration in order, nested ones with dots; `doc` is the string below the field."""
-    hints, docs = get_type_hints(cls), _field_docs(cls)
+    hints, docs = _hints_of(cls), _field_docs(cls)
     for f in fields(cls):
         nested = _dataclass_in(hints[f.name])
         if nested is not None and f.default_factory is nested:
@@ -158,7 +160,7 @@ def _assign(cls: type, values: dict[str, Any], path: Sequence[str], text: str, *
     kind: Any = cls
     for depth, key in enumerate(path):
         owner = _dataclass_in(kind)
-        kind = get_type_hints(owner).get(key) if owner is not None else None
+        kind = _hints_of(owner).get(key) if owner is not None else None
         if depth < len(path) - 1:
             values = values.setdefault(key, {})
             if not isinstance(values, dict):
@@ -167,7 +169,7 @@ def _assign(cls: type, values: dict[str, Any], path: Sequence[str], text: str, *
 
 
 def _with_nulls(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    hints, out = get_type_hints(cls), dict(values)
+    hints, out = _hints_of(cls), dict(values)
     for key, value in values.items():
         kind = hints.get(key)
         nested = _dataclass_in(kind)
@@ -212,7 +214,7 @@ def _dataclass_in(kind: Any) -> type | None:
 
 
 def _refuse_unknown(cls: type, values: Mapping[str, Any], prefix: str) -> None:
-    hints = get_type_hints(cls)
+    hints = _hints_of(cls)
     known = [f.name for f in fields(cls)]
     for key, value in values.items():
         if key not in known:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import msgpack
@@ -88,12 +88,20 @@ def _check(token_ids: tuple[int, ...], n: int) -> None:
 
 def fingerprint(item: PromptItem) -> str:
     """Equal for equal bodies, whatever the order of keys in the metadata."""
-    body = asdict(item) | {"token_ids": int32_bytes(item.token_ids).hex()}
+    body = _values(item) | {"token_ids": int32_bytes(item.token_ids).hex()}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def encode_prompt(item: PromptItem | EvalItem) -> bytes:
-    return msgpack.packb(asdict(item) | {"token_ids": int32_bytes(item.token_ids)}, use_bin_type=True)
+    return msgpack.packb(_values(item) | {"token_ids": int32_bytes(item.token_ids)}, use_bin_type=True)
+
+
+def _values(item: PromptItem | EvalItem) -> dict[str, Any]:
+    """`asdict` without a visit to every token."""
+    values = {f.name: getattr(item, f.name) for f in fields(item)} | {"sampling": asdict(item.sampling)}
+    if isinstance(item, PromptItem):
+        values["reward"] = asdict(item.reward)
+    return values
 
 
 def decode_prompt(data: bytes) -> PromptItem:

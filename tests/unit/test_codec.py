@@ -12,6 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.wire.codec import CodecError, decode_group, decode_trajectory, encode_group, encode_trajectory
+from shared.wire.prompts import (
+    EvalItem,
+    PromptItem,
+    RewardSpec,
+    decode_eval_item,
+    decode_prompt,
+    encode_prompt,
+    fingerprint,
+)
 from shared.wire.types import FinishReason, Group, Kv, SamplingParams, Span, SpanKind, Trajectory
 
 names = st.text(max_size=12)
@@ -245,3 +254,37 @@ def test_8192_tokens_fit_in_the_size_that_the_design_states() -> None:
         ),
     )
     assert len(encode_trajectory(trajectory)) < 100_000
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=finite, max_tokens=token_ids, stop_token_ids=st.lists(token_ids, max_size=3).map(tuple),
+    stop=st.lists(names, max_size=3).map(tuple),
+)  # fmt: skip
+asked = {
+    "token_ids": st.lists(token_ids, min_size=1, max_size=9).map(tuple), "n": st.integers(1, 9), "sampling": samplings,
+    "metadata": st.dictionaries(names, names | finite | st.lists(token_ids, max_size=2), max_size=3),
+}  # fmt: skip
+specs = st.builds(
+    RewardSpec, sources=st.lists(names, min_size=1, max_size=3, unique=True).map(tuple), answer=st.none() | names
+)
+
+
+@given(st.builds(PromptItem, number=token_ids, reward=specs, prompt_id=names, **asked))
+def test_a_prompt_comes_back_equal_and_has_the_fingerprint_of_its_body(item: PromptItem) -> None:
+    assert decode_prompt(encode_prompt(item)) == item
+    reordered = replace(item, metadata=dict(reversed(item.metadata.items())))
+    assert fingerprint(reordered) == fingerprint(item)
+    for changes in (
+        {"number": item.number + 1},
+        {"token_ids": (*item.token_ids, 0)},
+        {"sampling": replace(item.sampling, top_k=item.sampling.top_k + 1)},
+        {"reward": replace(item.reward, deadline_s=item.reward.deadline_s + 1)},
+        {"metadata": {**item.metadata, "one more than twelve": 1}},
+    ):
+        assert fingerprint(replace(item, **changes)) != fingerprint(item)
+
+
+@given(st.builds(EvalItem, answer=st.none() | names, **asked))
+def test_an_evaluation_item_comes_back_equal(item: EvalItem) -> None:
+    assert decode_eval_item(encode_prompt(item)) == item
