@@ -30,6 +30,8 @@ AWAITING = ("accepted", "generating", "awaiting_reward")
 """States from which a trajectory may still ask for a reward."""
 REWARD_SOURCE = "default"
 REWARD_BATCH = 256
+LOOK_S = 1.0
+"""Longest time without a look at new steps while there is always something to grade."""
 WAITING_REASONS = ("operator", "no_replica")
 """Reasons of a pause after which somebody is expected to resume the run; any other ends the driver."""
 
@@ -212,7 +214,7 @@ class Driver:
     def _serve(self, graded: set[str]) -> None:
         """Consumes: the inbox. Produces: rewards, one line per step. Waits for: events, one second at most.
         Unblocked by: the listener; the end of the run; `stall_s` without anything new."""
-        progress = time.monotonic()
+        progress = looked = time.monotonic()
         self._look_at_run()
         while not self._is_over:
             kinds, ids = self._receive()
@@ -222,7 +224,11 @@ class Driver:
             graded.update(fresh)
             if any(kind.startswith("run.") for kind in kinds):
                 self._look_at_run()
-            if self._look_at_steps() or kinds:
+            # The trainer waits for rewards, but nobody for a step's line.
+            is_due = not fresh or time.monotonic() - looked >= LOOK_S
+            if is_due:
+                looked = time.monotonic()
+            if (is_due and self._look_at_steps()) or kinds:
                 progress = time.monotonic()
             self.check()
             if time.monotonic() - progress > self.stall_s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from services.gateway.progress import Progress
 from services.gateway.tokenizer import Tokenizers
 from shared.config import EXIT_CONFIG, ConfigError, load_or_exit
 from shared.metrics import server as metrics
-from shared.process import EXIT_FAULT, setup_logging, stop_event
+from shared.process import EXIT_FAULT, settle_heap, setup_logging, stop_event
 from shared.wire import rpc
 from shared.wire.pb.weight_sync_pb2_grpc import WeightSyncStub
 from shared.wire.store import RunStore
@@ -52,7 +53,7 @@ async def serve(config: GatewayConfig, keyring: Keyring) -> None:
     # The dispatcher waits for a Valkey that restarts; a request is rather answered with 503.
     dispatcher_store = await RunStore.connect(config.valkey)
     store = await RunStore.connect(config.valkey, retries=config.valkey_retries)
-    progress, tokenizers = Progress(), Tokenizers(config.tokenizer_timeout_s)
+    progress, tokenizers = Progress(), Tokenizers(config.tokenizer_timeout_s, on_load=settle_heap)
 
     async def decode(model: str, token_ids: Sequence[int]) -> str:
         return (await tokenizers.get(model)).decode(token_ids) or ""
@@ -156,6 +157,8 @@ def main() -> None:
     except Exception:  # the process's edge
         log.exception("gateway failed")
         sys.exit(EXIT_FAULT)
+    finally:
+        gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -225,7 +225,8 @@ class Dispatcher:
         groups = []
         if run.state is RunState.RUNNING:
             numbers = plan.prompts_of(config, version.step)
-            found = await self._lifecycle.pending_prompts(name, first=numbers.start, end=numbers.stop)
+            flying = self._flights.numbers(name)
+            found = await self._lifecycle.pending_prompts(name, first=numbers.start, end=numbers.stop, besides=flying)
             groups += [(group, config.seed, False) for group in found]
         for e in evals:
             if e.step == version.step:

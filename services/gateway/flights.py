@@ -104,6 +104,11 @@ class Flights:
         """Samples of each group in flight."""
         return [len(f.samples) for f in self._flights.values()]
 
+    def numbers(self, run: str) -> set[int]:
+        """Of the run's prompts in flight."""
+        works = (f.work for f in self._flights.values())
+        return {work.group.number for work in works if work.run == run and not work.is_evaluation}
+
     @property
     def num_pinned_samples(self) -> int:
         """Those under whose replica no version may be swapped."""
@@ -138,8 +143,7 @@ class Flights:
 
     async def review(self, run: RunRecord, replicas: Sequence[ws.Replica]) -> None:
         """Ends flights that have become pointless: of a stopped run, of a cancelled group, or on a replica that was ejected."""
-        training = [f.work for f in self._flights.values() if f.work.run == run.run and not f.work.is_evaluation]
-        dropped = await self._lifecycle.dropped(run.run, [work.group.number for work in training])
+        dropped = await self._lifecycle.dropped(run.run, sorted(self.numbers(run.run)))
         by_key = {replica_key(r): r for r in replicas}
         is_cancelled = run.state in (RunState.STOPPED, RunState.FAILED)
         for flight in list(self._flights.values()):
@@ -167,6 +171,7 @@ class Flights:
                 flight.task.cancel()
 
     async def close(self) -> None:
+        await self._lifecycle.close()
         for channel in self._channels.values():
             await channel.close()
 

@@ -22,6 +22,8 @@ from shared.wire.types import Group
 log = structlog.get_logger()
 
 MAX_WAIT_S = 10.0
+CLOSED_AT_ONCE = 16
+"""Groups that are in memory together; one may be megabytes."""
 
 
 def exact_match(text: str, answer: str) -> float:
@@ -58,17 +60,19 @@ class RewardJoin:
                 pass
 
     async def _close_groups(self, run: str) -> None:
-        for number in await self._lifecycle.closable(run):
-            answer, group = await self._lifecycle.close_group(run, number)
-            if answer is Closed.QUEUED and group is not None:
-                _observe_waits(group)
-            elif answer is Closed.FULL:
-                log.warning("the training queue is full", run=run, number=number)
-                return
-            elif answer in (Closed.REPLACED, Closed.DROPPED):
-                log.warning("too few samples of a group are left", run=run, number=number, group=answer.value)
-            elif answer is Closed.CHANGED:
-                self.wake.set()
+        numbers = await self._lifecycle.closable(run)
+        for part in (numbers[i : i + CLOSED_AT_ONCE] for i in range(0, len(numbers), CLOSED_AT_ONCE)):
+            closed = await self._lifecycle.close_groups(run, part)
+            for number, (answer, group) in zip(part, closed, strict=True):
+                if answer is Closed.QUEUED and group is not None:
+                    _observe_waits(group)
+                elif answer is Closed.FULL:
+                    log.warning("the training queue is full", run=run, number=number)
+                    return
+                elif answer in (Closed.REPLACED, Closed.DROPPED):
+                    log.warning("too few samples of a group are left", run=run, number=number, group=answer.value)
+                elif answer is Closed.CHANGED:
+                    self.wake.set()
 
     async def _watch_deadlines(self, run: RunRecord) -> float:
         """Pauses the run if a reward is overdue, or drops the sample. Returns the seconds until there may be something to do."""

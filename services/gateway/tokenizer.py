@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +100,21 @@ class Tokenizer:
 class Tokenizers:
     """Tokenizers by model, each loaded once in a thread.
 
-    Args: timeout_s: deadline of loading one (a hub name may have to be fetched).
+    Args:
+        timeout_s: deadline of loading one (a hub name may have to be fetched).
+        on_load: called in that thread once one is there.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, on_load: Callable[[], None] = lambda: None) -> None:
         self._timeout_s = timeout_s
+        self._on_load = on_load
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
 
     async def get(self, model: str) -> Tokenizer:
         """Raises: Problem model-unavailable."""
         task = self._loading.get(model)
         if task is None:
-            task = self._loading[model] = asyncio.create_task(asyncio.to_thread(load, model))
+            task = self._loading[model] = asyncio.create_task(asyncio.to_thread(self._load, model))
         try:
             return await asyncio.wait_for(asyncio.shield(task), self._timeout_s)
         except TimeoutError:
@@ -119,6 +122,11 @@ class Tokenizers:
         except ModelError as error:
             self._loading.pop(model, None)
             raise Problem("model-unavailable", str(error)) from error
+
+    def _load(self, model: str) -> Tokenizer:
+        tokenizer = load(model)
+        self._on_load()
+        return tokenizer
 
 
 class ModelError(ValueError):

@@ -10,7 +10,6 @@ handed over by a callback that only puts them into queues, each bounded by the t
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from services.rollout.pipeline import Outputs
 from services.rollout.samples import GivenUp, Refused, ShuttingDown
 from services.rollout.times import own_stream
 from services.rollout.weights import ServedModel
+from shared.process import settle_heap
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -173,9 +173,7 @@ class EngineLoop:
         fault: BaseException | None = None
         # Per thread: OpenMP starts a new thread with the machine's count, not with the process's setting.
         torch.set_num_threads(self.engine.config.threads)
-        # What was imported lives as long as the process; a collection that walks it stops every thread for many steps.
-        gc.collect()
-        gc.freeze()
+        settle_heap()
         try:
             with own_stream(self.engine.config.device), torch.inference_mode():
                 self.run()

@@ -19,6 +19,7 @@ from services.trainer.link import Link, RunEnded
 from services.trainer.opening import UnusableModel, open_session
 from services.trainer.server import StatusBoard
 from services.trainer.session import Session
+from shared.process import settle_heap
 from shared.wire.run import RunConfig, RunState
 
 log = structlog.get_logger()
@@ -78,7 +79,9 @@ def serve_run(config: RunConfig, service: TrainerConfig, link: Link, board: Stat
         link.take_over(config.run, next_step=link.durable_step(config.run))
         link.set_state(config.run, RunState.FAILED, reason="model", detail=str(error))
         return
+    settle_heap()
     try:
         train_run(session)
     finally:
         session.close()
+        gc.unfreeze()

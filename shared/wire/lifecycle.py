@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
-from shared.wire import stored
+from shared.wire import stored, valkey
 from shared.wire.codec import encode_group, encode_trajectory
+from shared.wire.gathered import Gathered
 from shared.wire.prompts import EXACT_MATCH, EvalItem, PromptItem, decode_eval_item, decode_prompt
 from shared.wire.reader import RunReader
 from shared.wire.records import EvalRecord, TrajectoryRecord
@@ -67,6 +72,21 @@ class Lifecycle:
     def __init__(self, store: RunReader) -> None:
         self._store = store
         self._client = store.client
+        # Groups start, and samples end, by the hundred at once.
+        self._start = Gathered(partial(self._call_many, "generating"))
+        self._generated = Gathered(partial(self._call_many, "generated"))
+
+    async def close(self) -> None:
+        """Once nobody calls any more; what is not stored yet is sampled again."""
+        await self._start.close()
+        await self._generated.close()
+
+    async def _call_many(self, name: str, calls: Sequence[tuple[str, list[Any]]]) -> list[Any]:
+        """Runs a script on behalf of several callers. Args: calls: run, arguments."""
+        answers: list[Any] = []
+        for run, same in groupby(calls, key=itemgetter(0)):
+            answers += await valkey.call_many(self._client, name, run, [args for _, args in same])
+        return answers
 
     async def horizon(self, run: str) -> Horizon:
         # A prompt that is accepted in between is seen in `todo`, or not counted in `next_number`.
@@ -81,9 +101,16 @@ class Lifecycle:
         first_open = min([int(next_number), *map(int, todo)])
         return Horizon(first_open=max(first_open, int(durable_step) * int(size)), is_open=bool(todo), evals=evals)
 
-    async def pending_prompts(self, run: str, *, first: int, end: int) -> list[PendingGroup]:
-        """Prompts numbered first <= number < end with something to generate, in number order."""
-        names = await self._client.zrangebyscore(key(run, "todo"), first, f"({end}")
+    async def pending_prompts(
+        self, run: str, *, first: int, end: int, besides: Collection[int] = ()
+    ) -> list[PendingGroup]:
+        """Prompts numbered first <= number < end with something to generate, in number order.
+
+        Args:
+            besides: numbers that need not be looked at.
+        """
+        todo = await self._client.zrangebyscore(key(run, "todo"), first, f"({end}")
+        names = [name for name in todo if int(name) not in besides]
         if not names:
             return []
         records, draws = await self._store.pipelined(
@@ -120,7 +147,7 @@ class Lifecycle:
 
     async def start_generating(self, run: str, trajectory_ids: Sequence[str]) -> set[str]:
         """Returns those that are GENERATING now; the others were dropped or generated meanwhile. None while the run is paused."""
-        started = await self._store.call("generating", run, time.time(), *trajectory_ids)
+        started = await self._start((run, [time.time(), *trajectory_ids]))
         return {i.decode() for i in started}
 
     async def reset_generating(self, run: str) -> int:
@@ -139,9 +166,7 @@ class Lifecycle:
         """
         grade = ("", "") if reward is None else (EXACT_MATCH, stored.reward_json(reward, 0))
         record = encode_trajectory(trajectory)
-        state = (
-            await self._store.call("generated", run, time.time(), trajectory.trajectory_id, record, *grade)
-        ).decode()
+        state = (await self._generated((run, [time.time(), trajectory.trajectory_id, record, *grade]))).decode()
         return None if state == "unknown" else State(state)
 
     async def drop_unfinished(self, run: str, group_id: str, samples: Sequence[int], reason: DropReason) -> int:
@@ -184,31 +209,39 @@ class Lifecycle:
         return [int(n) for n in await self._client.zrange(key(run, "closable"), 0, -1)]
 
     async def close_group(self, run: str, number: int) -> tuple[Closed, Group | None]:
-        """Puts a group into the training queue, under max_lag what is left of it: states become QUEUED, rewards are sealed."""
-        data, draw = await self._store.pipelined(
-            [("HGET", key(run, "prompts"), number), ("HGET", key(run, "draws"), number)]
+        """`close_groups` of one."""
+        return (await self.close_groups(run, [number]))[0]
+
+    async def close_groups(self, run: str, numbers: Sequence[int]) -> list[tuple[Closed, Group | None]]:
+        """Puts groups into the training queue, under max_lag what is left of them: states become QUEUED, rewards are sealed.
+
+        Each by itself, in the order given. All of them are in memory at once.
+        """
+        prompts, draws = await self._store.pipelined(
+            [("HMGET", key(run, name), *numbers) for name in ("prompts", "draws")]
         )
-        if data is None:
-            return Closed.NOT_READY, None
-        group_id = f"{run}.{number}"
-        ids = [f"{group_id}.{i}" for i in _samples(decode_prompt(data).n, int(draw or 0))]
+        members = {
+            number: [f"{run}.{number}.{i}" for i in _samples(decode_prompt(data).n, int(draw or 0))]
+            for number, data, draw in zip(numbers, prompts, draws, strict=True)
+            if data is not None
+        }
+        ids = [i for ids in members.values() for i in ids]
         # Revisions are read first: a reward that comes in between makes the script answer `changed`.
-        revisions = await self._store.pipelined(
-            [("HGET", trajectory_key(run, i), "rewards_revision") for i in ids]
-        )  # fmt: skip
+        revisions = await self._store.pipelined([("HGET", trajectory_key(run, i), "rewards_revision") for i in ids])
         records = await self._store.trajectories(run, ids, with_tokens=True)
-        if any(record.state not in (State.REWARDED, State.DROPPED) for record in records):
-            return Closed.NOT_READY, None
-        given = [pair for pair in zip(records, revisions, strict=True) if pair[0].state is State.REWARDED]
-        group = Group(
-            run=run,
-            group_id=group_id,
-            prompt_number=number,
-            trajectories=tuple(_rewarded(record) for record, _ in given),
-        )
-        args = [arg for record, revision in given for arg in (record.trajectory_id, revision)]
-        answer = await self._store.call("enqueue", run, time.time(), number, encode_group(group), *args)
-        return Closed(answer.decode()), group
+        found = {r.trajectory_id: (r, revision) for r, revision in zip(records, revisions, strict=True)}
+        calls, groups = [], {}
+        for number, ids in members.items():
+            if any(found[i][0].state not in (State.REWARDED, State.DROPPED) for i in ids):
+                continue
+            given = [found[i] for i in ids if found[i][0].state is State.REWARDED]
+            trajectories = tuple(_rewarded(record) for record, _ in given)
+            groups[number] = Group(run=run, group_id=f"{run}.{number}", prompt_number=number, trajectories=trajectories)
+            args = [arg for record, revision in given for arg in (record.trajectory_id, revision)]
+            calls.append([time.time(), number, encode_group(groups[number]), *args])
+        answers = await valkey.call_many(self._client, "enqueue", run, calls)
+        closed = {n: (Closed(answer.decode()), groups[n]) for n, answer in zip(groups, answers, strict=True)}
+        return [closed.get(number, (Closed.NOT_READY, None)) for number in numbers]
 
     async def first_deadline(self, run: str) -> tuple[float, str] | None:
         """(unix time, trajectory id) of the earliest missing reward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,7 @@ def run_record(run: str, fields: Fields) -> RunRecord:
     if not fields:
         raise UnknownRun(f"no run {run}")
     return RunRecord(
-        config=structure(RunConfig, json.loads(fields[b"config"])),
+        config=_run_config(fields[b"config"]),
         state=RunState(text(fields[b"state"])),
         reason=text(fields[b"reason"]),
         detail=text(fields[b"detail"]),
@@ -73,6 +74,12 @@ def run_record(run: str, fields: Fields) -> RunRecord:
         lineage=int(fields[b"lineage"]),
         epoch=int(fields[b"epoch"]),
     )
+
+
+# It never changes, and a run is looked at a hundred times a second.
+@functools.lru_cache(maxsize=16)
+def _run_config(data: bytes) -> RunConfig:
+    return structure(RunConfig, json.loads(data))
 
 
 def trajectory_record(

@@ -153,6 +153,8 @@ def call_sync(client: SyncClient, name: str, run: str, *args: Any) -> Any:
 
 async def call_many(client: Client, name: str, run: str, calls: list[list[Any]]) -> list[Any]:
     """One script call per argument list, pipelined; each is atomic by itself."""
+    if len(calls) == 1:
+        return [await call(client, name, run, *calls[0])]
     source, sha = script(name)
     replies: list[Any] = []
     # Slices bound both the server's reply buffer and the time that other clients wait.
