@@ -76,7 +76,7 @@ async def generate(
     on_finished: Callable[[PartialSample], Awaitable[None]],
     on_chunk: OnChunk | None = None,
 ) -> None:
-    """Streams until all samples are finished; `on_finished` is awaited for each as it ends.
+    """Streams until all samples are finished; `on_finished` is awaited for those that end with one message at once.
 
     A cancelled stream is an abort: the replica drops what it was sampling. Raises StreamBroken; samples keep what arrived.
 
@@ -95,6 +95,7 @@ async def generate(
                 raise StreamBroken("ended", f"{num_open} samples unfinished")
             if not reply.chunks:
                 raise ProtocolViolation("a message without chunks")
+            finished = []
             for chunk in reply.chunks:
                 sample = by_id.get(chunk.trajectory_id)
                 if sample is None:
@@ -106,8 +107,10 @@ async def generate(
                 if on_chunk is not None:
                     on_chunk(chunk)
                 if sample.finish_reason is not None:
-                    num_open -= 1
-                    await on_finished(sample)
+                    finished.append(sample)
+            num_open -= len(finished)
+            # Together, so that groups are complete one by one and not all of them with the last sample of a batch.
+            await asyncio.gather(*(on_finished(sample) for sample in finished))
     except ProtocolViolation as error:
         raise StreamBroken("protocol", str(error)) from error
     except TimeoutError as error:
