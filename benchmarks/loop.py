@@ -43,6 +43,8 @@ BUSY = "timzero_engine_step_seconds_sum"
 DEVICE = ("timzero_engine_seconds_total:forward", "timzero_engine_seconds_total:sample")
 IDLE = "timzero_engine_seconds_total:idle"
 """The replica's GPU seconds, and those in which its GPU waited for the host although there was work."""
+FULL, FULL_IDLE = "timzero_engine_seconds_total:full", "timzero_engine_seconds_total:full_idle"
+"""The same of steps in which every place sampled."""
 STEPS = "timzero_engine_steps_total"
 PHASES = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
 """Of an engine step: four of the host, three of the device."""
@@ -210,25 +212,34 @@ def times(outcome: Outcome | SoFar, job: Job, series: Series) -> Iterator[Record
         ]
         if alone:
             yield share("gpu_waits_alone_share", alone, "of generation beside no training", MAX_IDLE)
+        full = [
+            waiting(series, *parts, device=(FULL,), idle=FULL_IDLE)
+            for window, parts in spans
+            if on_device(series, *parts, names=(FULL,)) > LEAST_ALONE * on_device(series, window)
+        ]
+        if full:
+            yield share(
+                "gpu_waits_full_share", full, "of generation with every place taken, beside no training", MAX_IDLE
+            )
 
 
 def neither(parts: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in parts.items() if name not in ("overlapped", "training", "generation"))
 
 
-def waiting(series: Series, *spans: Span) -> float:
+def waiting(series: Series, *spans: Span, device: Sequence[str] = DEVICE, idle: str = IDLE) -> float:
     """Share of the GPU's time in generation that it waited for the host.
 
     Where the trainer computes on the same GPU this is a bound from above: a GPU that has nothing of the replica's to do turns to
     the trainer's work, and what it takes to come back counts as waiting too.
     """
-    device, idle = on_device(series, *spans), sum(series.increase(IDLE, span) for span in spans)
-    return idle / max(device + idle, 1e-9)
+    waited_s = sum(series.increase(idle, span) for span in spans)
+    return waited_s / max(on_device(series, *spans, names=device) + waited_s, 1e-9)
 
 
-def on_device(series: Series, *spans: Span) -> float:
+def on_device(series: Series, *spans: Span, names: Sequence[str] = DEVICE) -> float:
     """Seconds that the replica's GPU computed for it."""
-    return sum(series.increase(name, span) for name in DEVICE for span in spans)
+    return sum(series.increase(name, span) for name in names for span in spans)
 
 
 def compare(records: list[Record], path: Path) -> None:

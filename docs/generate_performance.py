@@ -91,11 +91,13 @@ def what(found: Found) -> str:
     """A record's name in the table of targets."""
     words = {"target": "exact", "exact_to_fast": "exact / fast", "neither_share": "neither generation nor training",
              "gpu_waits_share": "GPU waits for the host",
-             "gpu_waits_alone_share": "GPU waits for the host while nothing trains"}  # fmt: skip
+             "gpu_waits_alone_share": "GPU waits for the host while nothing trains",
+             "gpu_waits_full_share": "GPU waits for the host while every place is taken"}  # fmt: skip
     part = found["metric"].removesuffix("_ms")
     metric = words.get(found["metric"], engine.PARTS.get(part, part))
+    lag = f", lag {found['params']['lag']}" if "lag" in found["params"] else ""
     running = f", {found['params']['max_running']} running" if "max_running" in found["params"] else ""
-    return f"{found['bench']}: {found['case']}{running}, {metric}"
+    return f"{found['bench']}: {found['case']}{lag}{running}, {metric}"
 
 
 def headline(m: Measured) -> str:

@@ -30,7 +30,7 @@ class Meters:
         )
         self._dropped = metric(names.DROPPED_ROWS).labels(replica=replica)
         self._steps = [metric(names.ENGINE_STEPS).labels(replica=replica, mode=mode) for mode in ("graph", "eager")]
-        phases = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle")
+        phases = ("schedule", "prepare", "wait", "read", "forward", "sample", "idle", "full", "full_idle")
         self._seconds = [metric(names.ENGINE_SECONDS).labels(replica=replica, phase=phase) for phase in phases]
         self._running, self._waiting, self._usage, self._graphs = (
             metric(spec).labels(replica=replica)
@@ -60,7 +60,7 @@ class Meters:
         now = (
             *(c.sampled_tokens, c.continued_tokens, c.prefill_tokens, s.num_prefix_hit_tokens, s.num_preemptions),
             *(c.dropped_rows, t.num_graph_steps, t.num_steps - t.num_graph_steps),
-            *(t.schedule_s, t.prepare_s, t.wait_s, t.read_s, t.device_s, t.sample_s, t.idle_s),
+            *(t.schedule_s, t.prepare_s, t.wait_s, t.read_s, t.device_s, t.sample_s, t.idle_s, t.full_s, t.full_idle_s),
         )
         counters = (self._sampled, self._continued, self._prefill, self._hits, self._preemptions, self._dropped)
         for counter, value, last in zip((*counters, *self._steps, *self._seconds), now, self._last, strict=True):

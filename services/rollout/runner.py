@@ -91,10 +91,15 @@ class ModelRunner:
         t.num_graph_steps += flight.is_graph
         t.num_tokens += flight.num_tokens
         t.num_sampled += len(flight.batch.samples)
-        t.device_s += self.clock.seconds(flight.begin, flight.forwarded)
-        t.sample_s += self.clock.seconds(flight.forwarded, flight.end)
-        if flight.previous_end is not None:
-            t.idle_s += self.clock.seconds(flight.previous_end, flight.begin)
+        device_s = self.clock.seconds(flight.begin, flight.forwarded)
+        sample_s = self.clock.seconds(flight.forwarded, flight.end)
+        idle_s = 0.0 if flight.previous_end is None else self.clock.seconds(flight.previous_end, flight.begin)
+        t.device_s += device_s
+        t.sample_s += sample_s
+        t.idle_s += idle_s
+        if len(flight.batch.samples) == self.config.max_running:
+            t.full_s += device_s + sample_s
+            t.full_idle_s += idle_s
         if self._last_end is flight.end:
             # Nothing was launched behind it: whatever comes later did not keep the device waiting.
             self._last_end = None

@@ -34,6 +34,10 @@ class StepTimes:
     idle_s: float = 0.0
     """The device waiting for the host: standing still between two steps that were in flight one after the other, the second of
     which came too late. (A device that another process uses stands still between steps that are there in time, too.)"""
+    full_s: float = 0.0
+    """Of `device_s` and `sample_s`, what steps took in which every place sampled."""
+    full_idle_s: float = 0.0
+    """Of `idle_s`, what came before such steps."""
 
     @property
     def idle_share(self) -> float:

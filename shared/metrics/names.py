@@ -66,7 +66,8 @@ ENGINE_STEP_SECONDS = Metric("timzero_engine_step_seconds", "histogram", "One en
 ENGINE_SECONDS = Metric(
     "timzero_engine_seconds_total",
     "counter",
-    "Time of steps: schedule, prepare, wait and read on the host; forward, sample and idle (waiting for the host) on the device",
+    "Time of steps: schedule, prepare, wait and read on the host; forward, sample and idle (waiting for the host) on the device, "
+    "of which full and full_idle with every place taken",
     ("replica", "phase"),
 )
 ENGINE_STEPS = Metric(

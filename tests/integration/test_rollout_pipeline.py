@@ -128,3 +128,17 @@ def test_the_time_of_steps_is_split_into_its_parts():
     parts = (times.schedule_s, times.prepare_s, times.read_s, times.device_s, times.sample_s, times.idle_s)
     assert all(part > 0 for part in parts)
     assert 0 < times.idle_share < 1
+
+
+@pytest.mark.parametrize("max_running", [3, 4])
+def test_the_time_of_steps_with_every_place_taken_is_told_apart(max_running):
+    driver = Driver(max_running=max_running)
+    driver.engine.times.reset()
+    driver.submit([1, 2, 3], samples=3, max_tokens=6)
+    driver.run()
+    times = driver.engine.times
+    if max_running > 3:
+        assert (times.full_s, times.full_idle_s) == (0, 0)
+    else:
+        assert times.full_s == pytest.approx(times.device_s + times.sample_s)
+        assert times.full_idle_s == pytest.approx(times.idle_s)
