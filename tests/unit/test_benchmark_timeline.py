@@ -60,11 +60,12 @@ def test_waiting_is_told_apart_where_the_trainer_computes_meanwhile():
     """From 0 to 4 the replica is alone and waits a tenth of the time, from 4 to 8 the trainer computes too and it waits half."""
     found = Series()
     for at, device, idle in ((0, 0.0, 0.0), (4, 3.6, 0.4), (8, 5.6, 2.4), (9, 5.6, 2.4)):
-        found.add(at, {loop.DEVICE[0]: device, loop.IDLE: idle})
+        found.add(at, {loop.DEVICE[0]: device, loop.IDLE: idle, loop.FULL: device / 2, loop.FULL_IDLE: idle / 4})
     spans = outside((0.0, 9.0), {"train": (4.0, 8.0)})
     assert loop.on_device(found, *spans) == pytest.approx(3.6)
     assert loop.waiting(found, *spans) == pytest.approx(0.1)
     assert loop.waiting(found, (0.0, 9.0)) == pytest.approx(0.3)
+    assert loop.waiting(found, *spans, device=(loop.FULL,), idle=loop.FULL_IDLE) == pytest.approx(0.1 / 1.9)
 
 
 def test_the_first_two_steps_and_the_last_are_not_timed():
