@@ -34,14 +34,12 @@ def runs(r: Results) -> list[Run]:
     return [(r, params) for params in found]
 
 
-def name_of(params: dict[str, Any]) -> str:
-    name = f"{params['samples']} x {params['tokens']}, lag {params['lag']}"
-    return f"{name}, {params['max_running']} running" if "max_running" in params else name
-
-
 def step_chart(r: Results) -> str:
     rows = [
-        (name_of(params), {name: r.value("step", metric, **params) for metric, name in PARTS.items()})
+        (
+            f"{params['samples']} x {params['tokens']}, lag {params['lag']}",
+            {name: r.value("step", metric, **params) for metric, name in PARTS.items()},
+        )
         for _, params in runs(r)
     ]
     return charts.stacked("A step of the loop on one H200 by part (medians)", "s", rows, digits=2)
