@@ -58,8 +58,9 @@ def settle_heap() -> None:
     """Call it when what lives long is loaded, and `gc.unfreeze` at its end: native libraries report what is left at exit.
 
     A collection that walks what torch or transformers leave behind stops every thread for 0.2 to 0.4 s, and a batch's objects
-    cause one every few steps.
+    cause one every few steps. Called again it collects what has died of the last time's as well.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -66,13 +66,13 @@ class RewardJoin:
             for number, (answer, group) in zip(part, closed, strict=True):
                 if answer is Closed.QUEUED and group is not None:
                     _observe_waits(group)
-                elif answer is Closed.FULL:
-                    log.warning("the training queue is full", run=run, number=number)
-                    return
                 elif answer in (Closed.REPLACED, Closed.DROPPED):
                     log.warning("too few samples of a group are left", run=run, number=number, group=answer.value)
                 elif answer is Closed.CHANGED:
                     self.wake.set()
+            if full := [number for number, (answer, _) in zip(part, closed, strict=True) if answer is Closed.FULL]:
+                log.warning("the training queue is full", run=run, number=full[0])
+                return
 
     async def _watch_deadlines(self, run: RunRecord) -> float:
         """Pauses the run if a reward is overdue, or drops the sample. Returns the seconds until there may be something to do."""

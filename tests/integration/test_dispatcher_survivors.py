@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from services.gateway.rewards import RewardJoin
 from shared.wire.codec import decode_group
@@ -220,5 +221,26 @@ def test_an_overdue_reward_that_comes_before_the_drop_counts(url):
             # Whoever comes first: never both, never neither.
             assert (dropped, late.status) in [(0, RewardStatus.APPLIED), (1, RewardStatus.LATE)]
             await checked_counts(store)
+
+    run_async(test)
+
+
+def test_groups_closed_beside_one_that_finds_the_queue_full_are_told_as_well(url):
+    """They were closed with it: what became of them is in no later answer."""
+
+    async def test():
+        async with open_store(url) as store:
+            await store.create_run(run_config(max_lag=1))
+            await store.accept_prompts("r", [prompt(0), prompt(1, deadline_s=1e-9)])
+            for sample in range(2):
+                await Lifecycle(store).store_generated("r", trajectory(0, sample))
+                await store.put_reward("r", f"r.0.{sample}", "default", 1.0)
+                await Lifecycle(store).store_generated("r", trajectory(1, sample))
+            assert await Lifecycle(store).expire("r") == 2
+            await store.client.hset(key("r", "run"), "queue_bound_batches", 0)
+            with capture_logs() as logs:
+                await RewardJoin(store)._close_groups("r")
+            assert [(line["number"], line.get("group", "")) for line in logs] == [(1, "replaced"), (0, "")]
+            assert (await checked_counts(store)).replaced == 1
 
     run_async(test)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.masking import MASK, is_credential, masked, masked_text
+from shared.process import settle_heap
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,3 +119,21 @@ asyncio.run(main())
 def test_signals_set_the_stop_event(signal: str) -> None:
     lines, code = lines_of(STOPS.format(signal=signal))
     assert (lines, code) == ([], 0)
+
+
+def test_a_heap_that_is_settled_again_keeps_nothing_that_died_since() -> None:
+    class Node:
+        itself: object
+
+    node = Node()
+    node.itself = node
+    died = weakref.ref(node)
+    try:
+        settle_heap()
+        del node
+        gc.collect()
+        assert died() is not None, "what is settled is walked by no collection"
+        settle_heap()
+        assert died() is None
+    finally:
+        gc.unfreeze()
