@@ -95,22 +95,25 @@ async def generate(
                 raise StreamBroken("ended", f"{num_open} samples unfinished")
             if not reply.chunks:
                 raise ProtocolViolation("a message without chunks")
-            finished = []
-            for chunk in reply.chunks:
-                sample = by_id.get(chunk.trajectory_id)
-                if sample is None:
-                    raise ProtocolViolation(f"chunk of {chunk.trajectory_id!r}, which was not asked for")
-                sample.add(
-                    chunk, by=reply.version, fingerprint=reply.fingerprint, version=work.version, replica=replica,
-                    is_pinned=work.is_pinned,
-                )  # fmt: skip
-                if on_chunk is not None:
-                    on_chunk(chunk)
-                if sample.finish_reason is not None:
-                    finished.append(sample)
+            finished: list[PartialSample] = []
+            try:
+                for chunk in reply.chunks:
+                    sample = by_id.get(chunk.trajectory_id)
+                    if sample is None:
+                        raise ProtocolViolation(f"chunk of {chunk.trajectory_id!r}, which was not asked for")
+                    sample.add(
+                        chunk, by=reply.version, fingerprint=reply.fingerprint, version=work.version, replica=replica,
+                        is_pinned=work.is_pinned,
+                    )  # fmt: skip
+                    if on_chunk is not None:
+                        on_chunk(chunk)
+                    if sample.finish_reason is not None:
+                        finished.append(sample)
+            finally:
+                # Together, so that groups are complete one by one and not all of them with the last sample of a batch; also
+                # what ended before a chunk that is wrong.
+                await asyncio.gather(*(on_finished(sample) for sample in finished))
             num_open -= len(finished)
-            # Together, so that groups are complete one by one and not all of them with the last sample of a batch.
-            await asyncio.gather(*(on_finished(sample) for sample in finished))
     except ProtocolViolation as error:
         raise StreamBroken("protocol", str(error)) from error
     except TimeoutError as error:

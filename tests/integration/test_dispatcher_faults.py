@@ -99,6 +99,31 @@ def test_tokens_of_another_version_are_refused_and_sampled_again(url):
     run_async(test)
 
 
+class Split(Engine):
+    """Its first message ends the first sample, and then says something wrong about the second."""
+
+    async def _sample(self, request: pb.GenerateRequest, context) -> AsyncIterator[pb.GenerateReply]:
+        async for reply in super()._sample(request, context):
+            if len(self.requests) == 1:
+                reply.chunks[0].finish_reason, reply.chunks[1].kv = "length", "warm"
+            yield reply
+
+
+def test_what_ended_before_a_wrong_chunk_of_the_same_message_is_not_sampled_again(url):
+    async def test():
+        async with rig(url, num_engines=0) as r:
+            engine = await r.add_engine(Split("replica-0"))
+            await r.store.accept_prompts("r", [prompt(0)])
+            await r.states(awaiting_reward=2)
+            again = engine.requests[1].samples
+            assert [(s.trajectory_id, len(s.token_ids) // 4) for s in again] == [("r.0.1", 0)]
+            short = (await r.store.get_trajectory("r", "r.0.0")).trajectory
+            assert short is not None
+            assert len(short.logprobs) == 1
+
+    run_async(test)
+
+
 class Hollow(Engine):
     """Its first message has no chunks."""
 

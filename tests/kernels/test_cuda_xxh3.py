@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.cuda import xxh3 as kernels
-from shared.kernels.cuda.checksum import weighted_sums
+from shared.kernels.cuda.checksum import BLOCK, BLOCKS, weighted_sums
 from shared.transfer import digests, xxh3
 
+PART = BLOCK * BLOCKS
+"""Words of a tensor that one program sums up."""
+SIZES = st.one_of(st.integers(1, 9000), st.integers(PART - 2, 3 * PART))
 LENGTHS = st.one_of(st.integers(0, 3000), st.integers(8000, 80_000), st.integers(8, 78).map(lambda n: 1024 * n))
 
 
@@ -62,7 +65,8 @@ def test_a_device_that_computes_something_else_is_not_trusted(monkeypatch: pytes
 
 
 @settings(deadline=None, max_examples=10)
-@given(sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(sizes=st.lists(SIZES, min_size=1, max_size=4), seed=st.integers(0, 99))
+@example(sizes=[3 * PART + 1, 1, 2 * PART, PART + BLOCK], seed=0)
 def test_checksums_in_one_launch_are_those_of_tensor_after_tensor(sizes: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     words = [torch.from_numpy(rng.integers(-(2**31), 2**31, n, np.int32)) for n in sizes]
