@@ -113,7 +113,10 @@ class Offers(WeightSourceServicer):
             for slot in self._slots:
                 self._withdraw(slot)
         self._server.stop(grace=0.5).wait(1.0)
-        for slot in self._slots:
+        # The server and this refer to each other: what is still held here would wait for a collection.
+        with self._lock:
+            slots, self._slots = self._slots, []
+        for slot in slots:
             slot.close()
 
     def room(self, layout: ArenaLayout) -> Slot | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import grpc
@@ -125,6 +127,18 @@ def test_a_buffer_of_another_size_replaces_the_old_ones() -> None:
             manifest = offer(made, step, elements=elements)
             got = sources.copy(manifest, deadline_s=DEADLINE_S)
             assert torch.equal(got["a"], weights(step, elements=elements)["a"])
+
+
+def test_closed_offers_hold_no_buffer_until_they_are_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with offers("shm") as made:
+            offer(made, 0)
+            slot = weakref.ref(made._slots[0])
+        assert slot() is None
+    finally:
+        gc.enable()
 
 
 def test_memory_of_another_layout_is_closed_and_unmapped_on_both_sides() -> None:
