@@ -9,7 +9,7 @@ from services.gateway.tokenizer import Tokenizer
 from shared.config import unstructure
 from shared.wire import records
 from shared.wire.pb import weight_sync_pb2 as pb
-from shared.wire.types import SamplingParams, Span, Trajectory, float32_bytes
+from shared.wire.types import Trajectory, float32_bytes
 
 
 def run(record: records.RunRecord) -> answers.Run:
@@ -62,43 +62,19 @@ def trajectory(record: records.TrajectoryRecord, tokenizer: Tokenizer, *, decima
     return answers.Trajectory(
         **fields,
         seed=None if t.sampler else t.seed,
-        sampling=sampling(t.sampling),
+        sampling=answers.SamplingView.model_validate(t.sampling, from_attributes=True),
         token_ids=t.token_ids.tolist(),
         num_prompt_tokens=t.num_prompt_tokens,
         logprobs=t.logprobs.astype("float64").tolist() if decimals else None,
         logprobs_f32=float32_bytes(t.logprobs),
         top1=None if len(t.top1) and t.top1.min() < 0 else t.top1.tolist(),
         loss_mask=t.loss_mask.tolist(),
-        spans=[span(s) for s in t.spans],
+        spans=[answers.SpanView.model_validate(s, from_attributes=True) for s in t.spans],
         finish_reason=t.finish_reason.value,
         fingerprint=t.fingerprint,
         replicas=list(t.replicas),
         prompt_text=tokenizer.decode(t.token_ids[: t.num_prompt_tokens].tolist()),
         text=tokenizer.decode(sampled_ids(t)),
-    )
-
-
-def sampling(s: SamplingParams) -> answers.SamplingView:
-    return answers.SamplingView(
-        temperature=s.temperature,
-        max_tokens=s.max_tokens,
-        stop=list(s.stop),
-        stop_token_ids=list(s.stop_token_ids),
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-    )
-
-
-def span(s: Span) -> answers.SpanView:
-    return answers.SpanView(
-        start=s.start,
-        end=s.end,
-        kind=s.kind.value,
-        lineage=s.lineage,
-        policy_step=s.policy_step,
-        manifest_digest=s.manifest_digest,
-        kv=s.kv.value,
     )
 
 
@@ -178,10 +154,4 @@ def version_detail(info: pb.VersionInfo, manifest: pb.Manifest) -> answers.Versi
 
 
 def event(record: records.Event) -> answers.StreamEvent:
-    return answers.StreamEvent(
-        type=record.type,
-        cursor=record.cursor,
-        trajectory_id=record.trajectory_id,
-        group_id=record.group_id,
-        reason=record.reason,
-    )
+    return answers.StreamEvent.model_validate(record, from_attributes=True)

@@ -7,13 +7,13 @@ the earlier ones and kept ours, so its `run_id` must be the one that was known b
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from redis.exceptions import RedisError
 
 from shared.wire import valkey
+from shared.wire.gathered import Gathered
 from shared.wire.records import NotDurable
 
 MARK = "tz:durable"
@@ -31,8 +31,8 @@ class GroupCommit:
         self._client = client
         self._timeout_s = timeout_s
         self._server_id = ""
-        self._running: asyncio.Task[str] | None = None
-        self._next: asyncio.Task[str] | None = None
+        # A flush that is already under way may have begun before the caller's writes.
+        self._flushes: Gathered[None, str] = Gathered(self._flush_for)
 
     async def start(self) -> None:
         """Learns which server this is. Raises NotDurable."""
@@ -46,22 +46,13 @@ class GroupCommit:
         """On exit the writes made inside are on disk. Raises NotDurable at the deadline or after a server restart."""
         server_id = self._server_id
         yield
-        flushed = await asyncio.shield(self._join())
+        flushed = await self._flushes(None)
         self._server_id = flushed
         if flushed != server_id:
             raise NotDurable("Valkey was restarted while the request was served; repeat the request")
 
-    def _join(self) -> asyncio.Task[str]:
-        """The flush that begins after now: one that is already under way may have begun before the caller's writes."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._flush_behind(self._running))
-        return self._next
-
-    async def _flush_behind(self, running: asyncio.Task[str] | None) -> str:
-        if running is not None:
-            await asyncio.wait([running])
-        self._running, self._next = self._next, None
-        return await self._flush()
+    async def _flush_for(self, waiting: Sequence[None]) -> list[str]:
+        return [await self._flush()] * len(waiting)
 
     async def _flush(self) -> str:
         """Returns the server's run id."""

@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 
 class Gathered(Generic[Item, Answer]):
-    """What comes while a call is under way goes together in the next one.
+    """What comes while a call is under way goes together in the next one, which begins after all of it came.
 
     Args:
         call: takes items in the order in which they came, and gives one answer for each. What it raises, each of its callers
