@@ -76,28 +76,31 @@ class Filled:
 
 
 class Block:
-    """Two copies on the host, used in turn: when a third step is filled in, the first one's results have been read."""
+    """Copies on the host, used in turn: when a step is filled in, the results of the one that the copy held have been read."""
 
-    def __init__(self, fields: Fields, *, num_tokens: int, device: torch.device) -> None:
-        """Args: num_tokens, of the largest step."""
+    def __init__(self, fields: Fields, *, num_tokens: int, device: torch.device, num_hosts: int = 2) -> None:
+        """Args:
+        num_tokens: of the largest step.
+        num_hosts: copies on the host: as many as steps are in flight.
+        """
         self.fields, self.num_tokens = fields, num_tokens
         num_bytes = fields.num_bytes(num_tokens)
         is_gpu = device.type == "cuda"
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(num_hosts)]
         self._turn = 0
-        self._filled: list[Filled | None] = [None, None]
+        self._filled: list[Filled | None] = [None] * num_hosts
         self._views: dict[tuple[str, int], Views] = {}
 
     def next_host(self, num_tokens: int) -> Views:
         """Numpy views of the host's copy that is free, for a step of `num_tokens`."""
-        self._turn = 1 - self._turn
+        self._turn = self._next_turn
         self._sent, self._filled[self._turn] = num_tokens, None
         return self._of(f"host{self._turn}", num_tokens)
 
     def fill(self, batch: Batch, tables: SlotTables, shape: Shape, page_size: int, tile_queries: int) -> Views:
         """`fill` of what `next_host` gives; where that holds an earlier step of the same sequences, of what has changed."""
-        held = self._filled[1 - self._turn]
+        held = self._filled[self._next_turn]
         host = self.next_host(shape.tokens)
         coming = Filled.of(batch, shape) if batch.is_decode else None
         if held is not None and coming is not None and held.is_continued_by(coming):
@@ -106,6 +109,10 @@ class Block:
             fill(host, batch, tables, shape, page_size, tile_queries)
         self._filled[self._turn] = coming
         return host
+
+    @property
+    def _next_turn(self) -> int:
+        return (self._turn + 1) % len(self._hosts)
 
     def send(self) -> None:
         """Copies what `next_host` gave last to the device, in the current stream."""

@@ -5,7 +5,7 @@ Every method is called from one thread, the loop's (`loop.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,9 +101,9 @@ class Engine:
         """Operation -> implementation executed, read back; empty without a model."""
         return self._pipeline.runner.describe() if self._pipeline.runner else {}
 
-    def step(self) -> bool:
-        """Launches a step and reads the one before it (`pipeline.py`). Returns whether there was anything to do."""
-        has_computed = self._pipeline.step()
+    def step(self, on_launch: Callable[[], None] = lambda: None) -> bool:
+        """Launches a step, calls `on_launch`, reads an earlier step (`pipeline.py`). Returns whether there was anything to do."""
+        has_computed = self._pipeline.step(on_launch)
         if self.recompute.is_going_on:
             self.recompute.look(self.scheduler)
         return has_computed
@@ -112,8 +112,15 @@ class Engine:
         """Reads what is in flight without launching more."""
         self._pipeline.drain()
 
-    def take_outputs(self) -> Outputs:
-        outputs, self._pipeline.outputs = self._pipeline.outputs, Outputs()
+    def take_outputs(self, least_chunks: int | None = None) -> Outputs:
+        """What left the engine since, in order; with `least_chunks` of many chunks so many or a quarter, whichever is more."""
+        outputs = self._pipeline.outputs
+        if least_chunks is not None and len(outputs.chunks) > least_chunks:
+            num_chunks = max(least_chunks, len(outputs.chunks) // 4)
+            taken, outputs.chunks = outputs.chunks[:num_chunks], outputs.chunks[num_chunks:]
+            # A failure comes behind everything that was sampled.
+            return Outputs(taken)
+        self._pipeline.outputs = Outputs()
         return outputs
 
     def submit(self, samples: list[Sample], model: ServedModel) -> None:

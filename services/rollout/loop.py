@@ -32,6 +32,10 @@ from shared.process import settle_heap
 T = TypeVar("T")
 log = structlog.get_logger()
 
+LEAST_CHUNKS = 16
+"""Delivered in a round. Where hundreds of samples end together, their messages would take the interpreter from the thread that
+gives their places to others."""
+
 STOPPED = "the replica is shutting down; continue elsewhere"
 
 
@@ -137,9 +141,16 @@ class EngineLoop:
             if self._commit is not None and self._commit.is_due(self.engine):
                 self._swap(self._commit)
             begin = time.monotonic()
-            has_computed = self.engine.step()
+            # Behind the launch: who makes messages of outputs competes with this thread for the interpreter, and from then on the
+            # device has work.
+            has_computed = self.engine.step(lambda: self._hand_over(LEAST_CHUNKS))
             self._meters.observe(self.engine, time.monotonic() - begin if has_computed else None)
-            self._deliver(self.engine.take_outputs())
+            if not self.engine.has_work:
+                self._hand_over()
+
+    def _hand_over(self, least_chunks: int | None = None) -> None:
+        """Delivers what left the engine: all of it, or of many chunks so many or a quarter, and the others in the next rounds."""
+        self._deliver(self.engine.take_outputs(least_chunks))
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -186,7 +197,7 @@ class EngineLoop:
         for future, _ in self._commands:
             _refuse(future, ShuttingDown(STOPPED))
         self._give_up(ShuttingDown(STOPPED))
-        self._deliver(self.engine.take_outputs())
+        self._hand_over()
         self._on_end(fault)
 
 

@@ -47,6 +47,9 @@ from shared.transfer import digests
 class PagedRunner(ModelRunner):
     """Holds one decoder with merged weights for the life of the run; other versions are copied into it."""
 
+    most_in_flight = 3
+    """The thread that launches is held up by those that take calls and send tokens: the device has two steps to do meanwhile."""
+
     def __init__(self, config: RolloutConfig, model: ServedModel) -> None:
         assert isinstance(model.numerics.ops, CudaOps)
         self.ops = model.numerics.ops
@@ -94,11 +97,13 @@ class PagedRunner(ModelRunner):
         self._most_rows = padded(n)
         num_tokens = max(padded(self.config.max_step_tokens, parts=parts) for parts in (LONG_PARTS, PROMPT_PARTS, 8))
         fields = Fields(num_slots=n, num_rows=self._most_rows, num_tiles=self._most_tiles(num_tokens))
-        self._block = Block(fields, num_tokens=num_tokens, device=self.device)
+        self._block = Block(fields, num_tokens=num_tokens, device=self.device, num_hosts=self.most_in_flight)
         self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
         self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
         is_gpu = self.device.type == "cuda"
-        self._drawn = [torch.zeros((3, self._most_rows), dtype=torch.int32, pin_memory=is_gpu) for _ in range(2)]
+        self._drawn = [
+            torch.zeros((3, self._most_rows), dtype=torch.int32, pin_memory=is_gpu) for _ in range(self.most_in_flight)
+        ]
         self._turn = 0
         self._zeros = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
         if self.config.is_measured:
@@ -217,8 +222,8 @@ class PagedRunner(ModelRunner):
             self._pages.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def _hand_over(self, drawn_3R: Tensor) -> Tensor:
-        """On the host, in one of two places used in turn: when a third step draws, what the first one drew has been read."""
-        self._turn = 1 - self._turn
+        """On the host, in places used in turn, as many as steps are in flight: what was drawn to one has been read by then."""
+        self._turn = (self._turn + 1) % len(self._drawn)
         host = self._drawn[self._turn].view(-1)[: drawn_3R.numel()].view(drawn_3R.shape)
         return host.copy_(drawn_3R, non_blocking=True)
 

@@ -1,16 +1,19 @@
-"""Steps in flight: the next one is scheduled and launched while the last one runs, then the last one's results are read.
+"""Steps in flight: the next ones are scheduled and launched while the last one runs, then the oldest one's results are read.
 
     schedule n + 1 ─ launch n + 1 ─ read n ─ schedule n + 2 ─ ...        the host
             [ step n ............ ][ step n + 1 ............ ]           the device
 
 So the device never waits for the host to hand on what it sampled. What the host does not know yet, the device does: a step
-takes the tokens of the last one where it left them. A sequence that turns out to have ended at n has a row in n + 1, which is
-dropped.
+takes the tokens of the last one where it left them. A sequence that turns out to have ended at n has a row in each step launched
+since, which is dropped. The runner says how many steps are in flight at most: two as above, or three, so that a host that is held
+up for as long as a step takes still comes in time.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -71,13 +74,13 @@ class Pipeline:
         )
         self.counters, self.times, self.outputs = Counters(), StepTimes(), Outputs()
         self.runner: ModelRunner | None = None
-        self._in_flight: Flight | None = None
-        """The step that was launched last, while its results are not read."""
+        self._in_flight: deque[Flight] = deque()
+        """Launched steps whose results are not read, in the order of their launch."""
 
     @property
     def has_work(self) -> bool:
         """Whether anything is open or in flight."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def build(self, model: ServedModel) -> None:
         """A runner for another run's model; nothing is open. Raises UnservableRun."""
@@ -95,23 +98,32 @@ class Pipeline:
             )
             self.pages.reset(model.version.digest)
 
-    def step(self) -> bool:
-        """Launches the next step, one chunk of every sequence that has a place, and then reads what the one before it sampled.
+    def step(self, on_launch: Callable[[], None] = lambda: None) -> bool:
+        """Launches the next step, one chunk of every sequence that has a place, and then reads what the oldest in flight sampled,
+        unless the runner takes another step before.
+
+        Args:
+            on_launch: called between the two.
 
         Returns:
             Whether there was anything to compute or to read.
         """
-        coming, landing = self._launch(), self._in_flight
-        self._in_flight = coming
-        if landing is not None:
-            self._read(landing)
-        return coming is not None or landing is not None
+        coming = self._launch()
+        on_launch()
+        if coming is not None:
+            self._in_flight.append(coming)
+            assert self.runner is not None
+            if len(self._in_flight) < self.runner.most_in_flight:
+                return True
+        elif not self._in_flight:
+            return False
+        self._read(self._in_flight.popleft())
+        return True
 
     def drain(self) -> None:
         """Reads what is in flight without launching more."""
-        landing, self._in_flight = self._in_flight, None
-        if landing is not None:
-            self._read(landing)
+        while self._in_flight:
+            self._read(self._in_flight.popleft())
 
     def end(self, sample: Sample, reason: FinishReason) -> None:
         self.scheduler.finish(sample)

@@ -1,6 +1,6 @@
 """One model and the KV cache it writes: a step's chunks in, tokens and logprobs out.
 
-`launch` hands a step to the device, `wait` waits for what came of it; in between the next step may be launched. Sampled ids
+`launch` hands a step to the device, `wait` waits for what came of it; in between the next steps may be launched. Sampled ids
 stay on the device, by slot, where the next step finds them. Everything launched runs in the order of the launches, so a
 launched step counts as done for whatever is launched behind it. On a CPU a launch computes before it returns.
 
@@ -48,6 +48,9 @@ class Flight:
 
 class ModelRunner:
     """Allocates the cache and the input tables for the run's shape; versions of the run follow one another in it."""
+
+    most_in_flight = 2
+    """Steps that are launched before the oldest one's results are read. Each may leave a row behind the end of a sequence."""
 
     def __init__(self, config: RolloutConfig, model: ServedModel) -> None:
         self.config, self.model = config, model

@@ -32,7 +32,7 @@ class Scheduler:
     """NEW -> WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
 
     Usage: `schedule`, launch the step, `complete` it, extend the slots by what it sampled, `finish` what is done; repeat. Steps
-    run in the order of their launch, so the next one may be scheduled while the sampled tokens are pending (`Slots.pending`).
+    run in the order of their launch, so the next ones may be scheduled while sampled tokens are pending (`Slots.pending`).
     """
 
     def __init__(
@@ -207,6 +207,10 @@ class Scheduler:
         remaining: list[Sequence] = []
         for position, seq in enumerate(self.waiting):
             if budget == 0 or not self.slots.num_free:
+                remaining += self.waiting[position:]
+                break
+            if seq.num_pending:
+                # Preempted while steps with it were in flight: it must have its tokens before it can be computed again.
                 remaining += self.waiting[position:]
                 break
             hits = self.pages.lookup(seq)

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from collections import Counter
 
 import pytest
 
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine
-from services.rollout.loop import EngineLoop
+from services.rollout.loop import LEAST_CHUNKS, EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.offline import group_of
 from services.rollout.samples import GivenUp, OtherVersion, Scoring, ShuttingDown
@@ -23,6 +24,10 @@ class Harness:
 
     def __init__(self) -> None:
         self.chunks, self.failures = [], []
+        self.sizes: list[int] = []
+        """Chunks of each delivery."""
+        self.num_ends = 0
+        self.has_new_end = threading.Condition()
         self.ended: list[BaseException | None] = []
         self.over = threading.Event()
         self.loop = EngineLoop(Engine(RolloutConfig()), Meters("loop-test"), deliver=self._deliver, on_end=self._end)
@@ -33,6 +38,10 @@ class Harness:
     def _deliver(self, outputs) -> None:
         self.chunks += outputs.chunks
         self.failures += outputs.failures
+        self.sizes.append(len(outputs.chunks))
+        with self.has_new_end:
+            self.num_ends += sum(chunk.finish_reason is not None for chunk in outputs.chunks)
+            self.has_new_end.notify()
 
     def _end(self, fault) -> None:
         self.ended.append(fault)
@@ -50,9 +59,16 @@ class Harness:
         return go
 
     def submit(self, model, *, max_tokens=5):
-        sampling = SamplingParams(max_tokens=max_tokens)
-        (sample,) = group_of([1, 2, 3], sampling, samples=1, number=0, seed=0)
-        return sample, self.loop.call(lambda: self.loop.engine.submit([sample], model))
+        samples, entered = self.submit_group(model, samples=1, max_tokens=max_tokens)
+        return samples[0], entered
+
+    def submit_group(self, model, *, samples, max_tokens):
+        group = group_of([1, 2, 3], SamplingParams(max_tokens=max_tokens), samples=samples, number=0, seed=0)
+        return group, self.loop.call(lambda: self.loop.engine.submit(group, model))
+
+    def wait_for_ends(self, number) -> None:
+        with self.has_new_end:
+            assert self.has_new_end.wait_for(lambda: self.num_ends >= number, DEADLINE_S)
 
 
 @pytest.fixture
@@ -196,3 +212,25 @@ def test_every_step_is_counted_and_on_a_cpu_none_replays_a_graph():
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [0, num_steps]
     assert value(names.CAPTURED_GRAPHS, replica="loop-test") == 0
     harness.loop.stop(DEADLINE_S)
+
+
+def test_samples_that_end_together_are_delivered_little_by_little_while_another_one_runs(harness):
+    go = harness.hold()
+    harness.submit(harness.models[0], max_tokens=150)
+    harness.submit_group(harness.models[0], samples=100, max_tokens=3)
+    go.set()
+    harness.wait_for_ends(101)
+    assert LEAST_CHUNKS <= max(harness.sizes) <= 100 // 4
+    tokens = Counter()
+    for chunk in harness.chunks:
+        assert chunk.start == tokens[chunk.sample]
+        tokens[chunk.sample] += len(chunk.token_ids)
+    assert Counter(tokens.values()) == {3: 100, 150: 1}
+
+
+def test_what_the_last_step_read_is_delivered_at_once(harness):
+    go = harness.hold()
+    harness.submit_group(harness.models[0], samples=100, max_tokens=3)
+    go.set()
+    harness.wait_for_ends(100)
+    assert max(harness.sizes) > 100 // 4

@@ -1,4 +1,4 @@
-"""Two steps in flight: what ends, is aborted, preempted, scored or swapped between launch and reading loses and adds nothing."""
+"""Steps in flight: what ends, is aborted, preempted, scored or swapped between launch and reading loses and adds nothing."""
 
 import random
 
@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from services.rollout.runner import ModelRunner
 from services.rollout.samples import Scoring
 from tests.integration.rollout_fixture import Driver, trainer_decoder, trainer_logprobs
 
 PROMPTS = {0: [1, 2, 3], 1: [*range(30)], 2: [*range(30), 7], 3: [9] * 18}
+
+
+@pytest.fixture(params=[2, 3], ids=["2 in flight", "3 in flight"])
+def depth(request, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "most_in_flight", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def assert_prefixes(results, expected):
         assert result.bits == expected[t].bits[: 4 * n], t
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_read():
+def test_steps_are_launched_before_the_one_before_them_is_read(depth):
     driver = Driver(stream_tokens=1)
     driver.submit([1, 2, 3], max_tokens=4)
     sample = driver.samples["0.0"]
@@ -37,16 +44,19 @@ def test_a_step_is_launched_before_the_one_before_it_is_read():
         driver.step()
         driver.engine.scheduler.slots.settle(sample)
         seen.append((len(driver.results["0.0"].tokens), sample.num_pending))
-    assert seen == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 0)]
+    if depth == 2:
+        assert seen == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 0)]
+    else:
+        assert seen == [(0, 1), (0, 2), (1, 2), (2, 2), (3, 1), (4, 0)]
 
 
-def test_rows_behind_an_end_that_was_not_known_are_dropped_and_counted(expected):
+def test_rows_behind_an_end_that_was_not_known_are_dropped_and_counted(expected, depth):
     stop = expected["1.0"].tokens[6]
     driver = Driver()
     driver.submit(PROMPTS[1], number=1, max_tokens=15, stop_token_ids=(stop,))
     result = driver.run()["1.0"]
     assert result.tokens == expected["1.0"].tokens[: expected["1.0"].tokens.index(stop) + 1]
-    assert driver.engine.counters.dropped_rows == 1
+    assert driver.engine.counters.dropped_rows == depth - 1
     assert driver.engine.counters.sampled_tokens == len(result.tokens)
     at_length = Driver()
     at_length.submit(PROMPTS[1], number=1, max_tokens=15)
@@ -54,23 +64,23 @@ def test_rows_behind_an_end_that_was_not_known_are_dropped_and_counted(expected)
     assert at_length.engine.counters.dropped_rows == 0, "an end by length is known beforehand"
 
 
-def test_an_abort_drops_what_is_in_flight_and_frees_every_page(expected):
+def test_an_abort_drops_what_is_in_flight_and_frees_every_page(expected, depth):
     driver = Driver(stream_tokens=100)
     driver.submit(PROMPTS[1], number=1, samples=2, max_tokens=15)
     for _ in range(6):
         driver.step()
-    assert driver.engine.scheduler.slots.pending[driver.samples["1.0"].slot] == 1
+    assert driver.engine.scheduler.slots.pending[driver.samples["1.0"].slot] == depth - 1
     assert driver.engine.abort_ids({"1.0"}) == 1
     results = driver.run()
     assert_prefixes(results, expected)
     assert (results["1.0"].finish, results["1.1"].finish) == ("aborted", "length")
     assert 0 < len(results["1.0"].tokens) < 15
-    assert driver.engine.counters.dropped_rows == 1
+    assert driver.engine.counters.dropped_rows == depth - 1
     assert driver.engine.pages.num_free == driver.engine.pages.num_pages
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_between_launch_and_reading_changes_no_bit(seed, expected):
+def test_whatever_comes_between_launch_and_reading_changes_no_bit(seed, expected, depth):
     rng = random.Random(seed)
     driver = Driver(
         page_size=4, kv_cache_tokens=176, stream_tokens=rng.choice([1, 3]), max_running=5, max_chunk_tokens=11
@@ -142,3 +152,17 @@ def test_the_time_of_steps_with_every_place_taken_is_told_apart(max_running):
     else:
         assert times.full_s == pytest.approx(times.device_s + times.sample_s)
         assert times.full_idle_s == pytest.approx(times.idle_s)
+
+
+def test_failures_are_taken_behind_every_chunk():
+    driver = Driver(stream_tokens=100)
+    driver.submit([1, 2, 3], samples=9, max_tokens=15)
+    with torch.inference_mode():
+        for _ in range(4):
+            driver.engine.step()
+        driver.engine.fail_all("no reason")
+    taken = []
+    while not taken or taken[-1].chunks:
+        taken.append(driver.engine.take_outputs(2))
+    assert [len(outputs.chunks) for outputs in taken] == [2, 2, 2, 2, 1, 0]
+    assert [len(outputs.failures) for outputs in taken] == [0, 0, 0, 0, 9, 0]

@@ -1,5 +1,7 @@
 """The scheduler, driven by a fake model: budgets, order, preemption, sharing, and the end of every sequence."""
 
+from collections import deque
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -254,23 +256,28 @@ def test_a_page_that_ends_with_a_pending_token_is_shared_once_the_token_is_known
     assert len(scheduler.pages.lookup(younger)) == 2
 
 
-@given(workloads(), st.data())
-def test_pipelined_every_sequence_ends_and_no_page_is_lost(workload, data):
-    """As above, with one step launched before the last one is read; some sequences end before their limit."""
+@given(workloads(), st.integers(2, 3), st.data())
+def test_pipelined_every_sequence_ends_and_no_page_is_lost(workload, most_in_flight, data):
+    """As above, with steps launched before earlier ones are read; some sequences end before their limit."""
     scheduler, max_len, arrivals = workload
     seqs = []
     for arrival, (prefix, length) in enumerate(arrivals):
         seq = add(scheduler, arrival, [prefix % 3] * max(1, min(length, max_len - 1)))
         seq.limit = min(max_len, len(seq.token_ids) + 1 + prefix)
         seqs.append(seq)
-    in_flight, num_steps = [], 0
+    in_flight, num_steps = deque(), 0
     while scheduler.has_work or in_flight:
         coming = launch(scheduler)
         assert sum(c.end - c.start for c in coming) <= scheduler.max_step_tokens
         assert all(c.end <= c.seq.limit for c in coming)
-        ends = {c.seq.arrival for c in in_flight if len(c.seq.token_ids) + 1 >= c.seq.limit or data.draw(st.booleans())}
-        read(scheduler, in_flight, ends=ends)
-        in_flight, num_steps = coming, num_steps + 1
+        num_steps += 1
+        if coming:
+            in_flight.append(coming)
+            if len(in_flight) < most_in_flight:
+                continue
+        landing = in_flight.popleft()
+        ends = {c.seq.arrival for c in landing if len(c.seq.token_ids) + 1 >= c.seq.limit or data.draw(st.booleans())}
+        read(scheduler, landing, ends=ends)
         assert num_steps <= 100 * len(arrivals) * max_len
     assert all(s.state is SequenceState.FINISHED and s.num_pending == 0 for s in seqs)
     assert scheduler.pages.num_free == scheduler.pages.num_pages

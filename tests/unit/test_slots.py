@@ -203,11 +203,12 @@ def test_a_step_by_arithmetic_is_the_step_made_one_by_one(prompts, num_pages, mo
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     steps=st.lists(st.sampled_from(["decode", "decode", "decode", "part", "leave", "enter"]), min_size=3, max_size=14),
     chunk=st.sampled_from([8, 16, 1024]),
+    num_hosts=st.integers(2, 3),
 )
-def test_a_block_that_is_brought_up_to_date_is_a_block_that_is_filled_anew(lengths, steps, chunk):
+def test_a_block_that_is_brought_up_to_date_is_a_block_that_is_filled_anew(lengths, steps, chunk, num_hosts):
     slots, tables = Slots(8, tokens_per_chunk=99), SlotTables(num_slots=8, max_pages=32)
     fields, device = Fields(num_slots=8, num_rows=8, num_tiles=16), torch.device("cpu")
-    block, fresh = (Block(fields, num_tokens=64, device=device) for _ in range(2))
+    block, fresh = (Block(fields, num_tokens=64, device=device, num_hosts=num_hosts) for _ in range(2))
     changed = []
 
     def enter(length):
