@@ -47,7 +47,9 @@ class IdleRunner(ModelRunner):
     def _allocate(self) -> Any:
         self._num_rows = padded(self.config.max_running)
         fields = Fields(num_slots=self.config.max_running, num_rows=self._num_rows, num_tiles=2048)
-        self._block = Block(fields, num_tokens=self.config.max_step_tokens, device=self.device)
+        self._block = Block(
+            fields, num_tokens=self.config.max_step_tokens, device=self.device, num_hosts=self.most_in_flight
+        )
         self._drawn = torch.stack([torch.full((self._num_rows,), i, dtype=torch.int32) for i in (5, 0, 5)])
 
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -100,11 +101,8 @@ class PagedRunner(ModelRunner):
         self._block = Block(fields, num_tokens=num_tokens, device=self.device, num_hosts=self.most_in_flight)
         self._pages = torch.zeros(n + 1, self.tables.max_pages, dtype=torch.int32, device=self.device)
         self._hidden_RD = torch.zeros(self._most_rows, run.model.hidden_size, dtype=run.dtype, device=self.device)
-        is_gpu = self.device.type == "cuda"
-        self._drawn = [
-            torch.zeros((3, self._most_rows), dtype=torch.int32, pin_memory=is_gpu) for _ in range(self.most_in_flight)
-        ]
-        self._turn = 0
+        drawn_3R = partial(torch.zeros, (3, self._most_rows), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._drawn = cycle([drawn_3R() for _ in range(self.most_in_flight)])
         self._zeros = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
         if self.config.is_measured:
             self.config = measured(self.config, self.model, self._measure_step())
@@ -127,7 +125,7 @@ class PagedRunner(ModelRunner):
         else:
             hidden_TD = self._forward(shape)
         forwarded = self.clock.mark()
-        drawn, scored = self._drawn[0][:, :0], None
+        drawn, scored = torch.empty((3, 0), dtype=torch.int32), None
         if len(batch.samples):
             drawn = self._hand_over(self._draw(batch))
         if has_scorings:
@@ -223,8 +221,7 @@ class PagedRunner(ModelRunner):
 
     def _hand_over(self, drawn_3R: Tensor) -> Tensor:
         """On the host, in places used in turn, as many as steps are in flight: what was drawn to one has been read by then."""
-        self._turn = (self._turn + 1) % len(self._drawn)
-        host = self._drawn[self._turn].view(-1)[: drawn_3R.numel()].view(drawn_3R.shape)
+        host = next(self._drawn).view(-1)[: drawn_3R.numel()].view(drawn_3R.shape)
         return host.copy_(drawn_3R, non_blocking=True)
 
     def _to_host(self, values: Tensor) -> Tensor:

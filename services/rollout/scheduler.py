@@ -206,11 +206,8 @@ class Scheduler:
         admitted: list[tuple[int, int]] = []
         remaining: list[Sequence] = []
         for position, seq in enumerate(self.waiting):
-            if budget == 0 or not self.slots.num_free:
-                remaining += self.waiting[position:]
-                break
-            if seq.num_pending:
-                # Preempted while steps with it were in flight: it must have its tokens before it can be computed again.
+            # One that was preempted while steps with it were in flight must have its tokens before it can be computed again.
+            if budget == 0 or not self.slots.num_free or seq.num_pending:
                 remaining += self.waiting[position:]
                 break
             hits = self.pages.lookup(seq)

@@ -1,5 +1,6 @@
 """What lives by slot is what a plain visit to every sequence would have come to."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,7 +151,7 @@ def signature(scheduler, step):
 
 
 def drive(scheduler, step, in_flight, ends):
-    """Completes a step, then reads the one before it: everyone draws its own arrival."""
+    """Completes a step, then reads one that was in flight: everyone draws its own arrival."""
     scheduler.complete(step)
     slots = scheduler.slots
     slots.pending[step.slots_S[step.is_last_S]] += 1
@@ -175,12 +176,13 @@ def drive(scheduler, step, in_flight, ends):
     prompts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=9),
     num_pages=st.integers(9, 30),
     most=st.tuples(st.integers(1, 20), st.integers(1, 9), st.integers(1, 6)),
+    most_in_flight=st.integers(2, 3),
     data=st.data(),
 )
-def test_a_step_by_arithmetic_is_the_step_made_one_by_one(prompts, num_pages, most, data):
+def test_a_step_by_arithmetic_is_the_step_made_one_by_one(prompts, num_pages, most, most_in_flight, data):
     twins = [scheduler_of(num_pages, *most) for _ in range(2)]
     twins[1]._everybody = lambda: None
-    flights, todo = [[], []], list(enumerate(prompts))
+    flights, todo = [deque([[]] * (most_in_flight - 1)) for _ in twins], list(enumerate(prompts))
     while todo or any(t.has_work for t in twins):
         if todo and (not twins[0].has_work or data.draw(st.booleans())):
             arrival, (length, max_tokens, kind) = todo.pop(0)
@@ -189,7 +191,8 @@ def test_a_step_by_arithmetic_is_the_step_made_one_by_one(prompts, num_pages, mo
         steps = [twin.schedule() for twin in twins]
         assert signature(twins[0], steps[0]) == signature(twins[1], steps[1])
         ends = data.draw(st.sets(st.integers(0, len(prompts)), max_size=2))
-        flights = [drive(*x, ends) for x in zip(twins, steps, flights, strict=True)]
+        for twin, step, in_flight in zip(twins, steps, flights, strict=True):
+            in_flight.append(drive(twin, step, in_flight.popleft(), ends))
         if data.draw(st.integers(0, 9)) == 0:
             for twin in twins:
                 for seq in [s for s in (*twin.running, *twin.waiting) if s.arrival in ends]:
