@@ -93,6 +93,11 @@ class Engine:
         return 1 - self.pages.num_free / self.pages.num_pages
 
     @property
+    def computes_at_launch(self) -> bool:
+        """Whether a step is done when its launch returns: nothing runs beside this thread."""
+        return self._pipeline.runner is None or self._pipeline.runner.computes_at_launch
+
+    @property
     def num_graphs(self) -> int:
         """Captured by now."""
         return self._pipeline.runner.num_graphs if self._pipeline.runner else 0

@@ -142,10 +142,10 @@ class EngineLoop:
                 self._swap(self._commit)
             begin = time.monotonic()
             # Behind the launch: who makes messages of outputs competes with this thread for the interpreter, and from then on the
-            # device has work.
+            # device has work. Where the launch computes, they would only be late.
             has_computed = self.engine.step(lambda: self._hand_over(LEAST_CHUNKS))
             self._meters.observe(self.engine, time.monotonic() - begin if has_computed else None)
-            if not self.engine.has_work:
+            if self.engine.computes_at_launch or not self.engine.has_work:
                 self._hand_over()
 
     def _hand_over(self, least_chunks: int | None = None) -> None:

@@ -69,6 +69,11 @@ class ModelRunner:
         """Captured by now; steps of a CPU are not."""
         return 0
 
+    @property
+    def computes_at_launch(self) -> bool:
+        """Whether a step is done when its launch returns."""
+        return self.device.type != "cuda"
+
     def adopt(self, model: ServedModel) -> ServedModel:
         """Serves another version of the run from now on; no step is in flight. Returns the model as it is held."""
         self.model = model
@@ -80,8 +85,8 @@ class ModelRunner:
         batch = self.tables.batch(step)
         flight = self._run(batch, self._last_end)
         self._last_end = flight.end
-        # Where the launch itself computes, that is no preparation.
-        computed_s = 0.0 if self.device.type == "cuda" else self.clock.seconds(flight.begin, flight.end)
+        # What the launch itself computes is no preparation.
+        computed_s = self.clock.seconds(flight.begin, flight.end) if self.computes_at_launch else 0.0
         self.times.prepare_s += time.monotonic() - started - computed_s
         return flight
 

@@ -11,6 +11,7 @@ from services.rollout.engine import Engine
 from services.rollout.loop import LEAST_CHUNKS, EngineLoop
 from services.rollout.meters import Meters
 from services.rollout.offline import group_of
+from services.rollout.runner import ModelRunner
 from services.rollout.samples import GivenUp, OtherVersion, Scoring, ShuttingDown
 from shared.metrics import names
 from shared.metrics.server import value
@@ -214,7 +215,8 @@ def test_every_step_is_counted_and_on_a_cpu_none_replays_a_graph():
     harness.loop.stop(DEADLINE_S)
 
 
-def test_samples_that_end_together_are_delivered_little_by_little_while_another_one_runs(harness):
+def test_samples_that_end_together_are_delivered_little_by_little_while_a_device_has_work(harness, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "computes_at_launch", False)
     go = harness.hold()
     harness.submit(harness.models[0], max_tokens=150)
     harness.submit_group(harness.models[0], samples=100, max_tokens=3)
@@ -228,9 +230,20 @@ def test_samples_that_end_together_are_delivered_little_by_little_while_another_
     assert Counter(tokens.values()) == {3: 100, 150: 1}
 
 
-def test_what_the_last_step_read_is_delivered_at_once(harness):
+@pytest.mark.parametrize("computes_at_launch", [False, True])
+def test_what_the_last_step_read_is_delivered_at_once(harness, monkeypatch, computes_at_launch):
+    monkeypatch.setattr(ModelRunner, "computes_at_launch", computes_at_launch)
     go = harness.hold()
     harness.submit_group(harness.models[0], samples=100, max_tokens=3)
     go.set()
     harness.wait_for_ends(100)
+    assert max(harness.sizes) > 100 // 4
+
+
+def test_where_a_launch_computes_every_round_delivers_all_that_it_read(harness):
+    go = harness.hold()
+    harness.submit(harness.models[0], max_tokens=150)
+    harness.submit_group(harness.models[0], samples=100, max_tokens=3)
+    go.set()
+    harness.wait_for_ends(101)
     assert max(harness.sizes) > 100 // 4
