@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import uuid
@@ -11,6 +12,7 @@ from dataclasses import replace
 import structlog
 import torch
 
+from services.rollout.calls import FrontProcess
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine
 from services.rollout.loop import EngineLoop
@@ -21,13 +23,15 @@ from shared.config import EXIT_CONFIG, load_or_exit
 from shared.metrics import server as metrics
 from shared.process import EXIT_FAULT, EXIT_REFUSED, setup_logging, stop_event
 from shared.wire import rpc
-from shared.wire.pb.rollout_pb2_grpc import add_RolloutEngineServicer_to_server
 from shared.wire.weights import REPLICA_RPC_TIMEOUT_S, RefusedError, ReplicaLink, WeightSyncError
 
 STREAMS_GRACE_S = 2.0
 SWITCH_INTERVAL_S = 0.0001
 """How long the threads that send and answer may keep the engine's from running, each of the dozen times a step that it lets them
 run; Python's own 5 ms are a whole step."""
+YOUNG_OBJECTS = 20_000
+"""Made before the collector looks for cycles among them. Python's own 700 are made by a quarter of a batch's samples, while the
+device waits for its first step; nearly none of them are part of a cycle."""
 
 log = structlog.get_logger()
 
@@ -37,9 +41,8 @@ async def serve(config: RolloutConfig) -> int:
     config = replace(config, device=device_of(config.device))
     stop = stop_event()
     event_loop = asyncio.get_running_loop()
-    server, health = rpc.aio_server()
-    port = rpc.bind(server, f"{config.host}:{config.port}")
-    address = config.advertised_address or f"{config.host}:{port}"
+    front = await FrontProcess.start(f"{config.host}:{config.port}")
+    address = config.advertised_address or f"{config.host}:{front.port}"
     link = ReplicaLink(
         config.weight_sync,
         replica=config.replica,
@@ -57,30 +60,33 @@ async def serve(config: RolloutConfig) -> int:
 
     meters = Meters(config.replica)
     loop = EngineLoop(Engine(config), meters, deliver=deliver, on_end=end)
-    service = RolloutService(config, loop, link, meters, health)
-    add_RolloutEngineServicer_to_server(service, server)
+    service = RolloutService(config, loop, link, meters, front)
     loop.start()
-    await server.start()
-    await rpc.set_health(health, serving=True)
+    calls = asyncio.create_task(front.run(service))
+    await rpc.set_health(front, serving=True)
     metrics_port = metrics.serve(config.metrics_host, config.metrics_port)
     registration = asyncio.create_task(link.run(stop))
-    log.info("ready", replica=config.replica, address=address, port=port, metrics_port=metrics_port)
+    log.info(
+        "ready", replica=config.replica, address=address, port=front.port, grpc_pid=front.pid, metrics_port=metrics_port
+    )
     try:
-        return await _until_over(stop, registration, service)
+        return await _until_over(stop, registration, service, calls)
     finally:
         stop.set()
-        await health.enter_graceful_shutdown()
+        front.drain()
         await asyncio.wait([registration], timeout=REPLICA_RPC_TIMEOUT_S)
         if not await asyncio.to_thread(loop.stop, config.shutdown_s):
             log.error("the engine's last step did not end", waited_s=config.shutdown_s)
         # Streams heard from the loop's end; this lets their last messages out.
-        await server.stop(grace=STREAMS_GRACE_S)
+        await front.stop(STREAMS_GRACE_S)
 
 
-async def _until_over(stop: asyncio.Event, registration: asyncio.Task[None], service: RolloutService) -> int:
-    """Waits for SIGTERM, the registration's end, a refusal or the engine's end. Returns the exit code."""
+async def _until_over(
+    stop: asyncio.Event, registration: asyncio.Task[None], service: RolloutService, calls: asyncio.Task[None]
+) -> int:
+    """Waits for SIGTERM, the end of registration, engine or gRPC server, or a refusal. Returns the exit code."""
     stopped = asyncio.ensure_future(stop.wait())
-    ends: list[asyncio.Future] = [stopped, registration, service.refused, service.ended]
+    ends: list[asyncio.Future] = [stopped, registration, service.refused, service.ended, calls]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if service.ended.done():
         log.error("engine loop ended, exiting", reason=str(service.ended.result()))
@@ -90,6 +96,8 @@ async def _until_over(stop: asyncio.Event, registration: asyncio.Task[None], ser
         return EXIT_REFUSED
     if stop.is_set():
         return 0
+    if calls.done():
+        return EXIT_FAULT
     try:
         await registration
     except RefusedError as error:
@@ -105,6 +113,7 @@ def main() -> int:
     setup_logging("rollout", level=config.log_level)
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(YOUNG_OBJECTS)
     try:
         return asyncio.run(serve(config))
     except OSError as error:

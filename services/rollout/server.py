@@ -10,7 +10,6 @@ from typing import NoReturn, TypeVar
 
 import grpc
 import structlog
-from grpc_health.v1._async import HealthServicer
 
 from services.rollout.blocking import in_thread
 from services.rollout.config import RolloutConfig
@@ -74,7 +73,7 @@ class RolloutService(RolloutEngineServicer):
     """gRPC in front of an engine loop. Its methods run in the event loop of the main thread."""
 
     def __init__(
-        self, config: RolloutConfig, loop: EngineLoop, link: ReplicaLink, meters: Meters, health: HealthServicer
+        self, config: RolloutConfig, loop: EngineLoop, link: ReplicaLink, meters: Meters, health: rpc.Health
     ) -> None:
         self._config, self._loop, self._link, self._meters = config, loop, link, meters
         self._engine, self._health = loop.engine, health

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,7 +37,13 @@ def channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=OPTIONS)
 
 
-async def set_health(health: HealthServicer, *, serving: bool, service: str = "") -> None:
+class Health(Protocol):
+    """Where it is said whether a service serves: a HealthServicer, or what hands on to one."""
+
+    async def set(self, service: str, status: Any) -> None: ...
+
+
+async def set_health(health: Health, *, serving: bool, service: str = "") -> None:
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     await health.set(service, status)
 
