@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -55,7 +56,7 @@ class IdleRunner(ModelRunner):
     def _run(self, batch: Batch, previous_end: Any | None) -> Flight:
         tokens = padded(batch.num_tokens)
         shape = Shape(tokens=tokens, ones=self._num_rows, longs=0, chunks=1, chunk=1024, tiles=1024)
-        self._block.fill(batch, self.tables, shape, self.config.page_size, 16)
+        self._block.fill(batch, self.tables, shape, self.config.tokens_per_page, 16)
         now = self.clock.mark()
         return Flight(batch, self._drawn, None, now, now, now, previous_end, batch.num_tokens)
 
@@ -75,7 +76,7 @@ def pipeline_of(size: int) -> Pipeline:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(0, 2))
     rng = np.random.default_rng(0)
     for number in range(size):
-        prompt = rng.integers(8, 1000, PROMPT_TOKENS + number % PAGE_SIZE).tolist()
+        prompt = array("i", rng.integers(8, 1000, PROMPT_TOKENS + number % PAGE_SIZE).tolist())
         made.scheduler.add(
             Sample(
                 arrival=number, token_ids=prompt, limit=len(prompt) + MAX_TOKENS, trajectory_id=str(number), sample_index=0,

@@ -40,8 +40,9 @@ class RolloutConfig:
     """Replay captured steps on a GPU. Changes no bit."""
     shares_prefixes: bool = True
     """Whether sequences share the cached pages of equal prefixes. Changes no bit."""
-    page_size: int = 16
-    """Tokens of one page, a power of two. Prefixes are shared by whole pages."""
+    page_size: int = 0
+    """Tokens of one page, a power of two. Prefixes are shared by whole pages. 0: 16 on a CPU, 64 on a GPU, where a step takes
+    little more than a millisecond and every page that is full costs the host some microseconds."""
     max_running: int = 128
     """Sequences in one step, at most."""
     max_step_tokens: int = 2048
@@ -62,10 +63,10 @@ class RolloutConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_running", "max_step_tokens", "max_chunk_tokens", "max_open_samples", "threads"):
+        for name in ("max_running", "max_step_tokens", "max_chunk_tokens", "max_open_samples", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("kv_cache_tokens", "stream_tokens"):
+        for name in ("kv_cache_tokens", "page_size", "stream_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 1, or 0 to choose by device, got {getattr(self, name)}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -74,9 +75,9 @@ class RolloutConfig:
             raise ValueError(f"kv_memory_share must be above 0 and at most 1, got {self.kv_memory_share}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if 0 < self.kv_cache_tokens < self.page_size:
+        if 0 < self.kv_cache_tokens < self.tokens_per_page:
             raise ValueError(
-                f"kv_cache_tokens must hold one page of {self.page_size}, got {self.kv_cache_tokens}; enlarge it"
+                f"kv_cache_tokens must hold one page of {self.tokens_per_page}, got {self.kv_cache_tokens}; enlarge it"
             )
         for name in ("fetch_timeout_s", "shutdown_s"):
             if not getattr(self, name) > 0:
@@ -90,12 +91,17 @@ class RolloutConfig:
     @property
     def num_pages(self) -> int:
         assert not self.is_measured, "the cache has no size before a model is loaded"
-        return (self.kv_cache_tokens or CPU_CACHE_TOKENS) // self.page_size
+        return (self.kv_cache_tokens or CPU_CACHE_TOKENS) // self.tokens_per_page
 
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens of the longest sequence that the cache holds, as far as it is known: a bound before memory is measured."""
-        return MOST_TOKENS if self.is_measured else self.num_pages * self.page_size
+        return MOST_TOKENS if self.is_measured else self.num_pages * self.tokens_per_page
+
+    @property
+    def tokens_per_page(self) -> int:
+        """`page_size`, or what suits the device."""
+        return self.page_size or (64 if self.device.startswith("cuda") else 16)
 
     @property
     def tokens_per_chunk(self) -> int:

@@ -217,7 +217,7 @@ class Engine:
             raise OtherVersion(f"the replica holds {held and held.version}, asked for {model.version}")
         if self.doubt or self.is_leaving:
             raise OtherVersion(self.doubt or "the replica is about to take another version")
-        num_open, limit = len(self._open()), self.config.max_open_samples
+        num_open, limit = len(self.scheduler.running) + len(self.scheduler.waiting), self.config.max_open_samples
         if num_sequences > limit:
             raise InvalidRequest(f"{num_sequences} sequences in one call, at most {limit} may be open; send fewer")
         if num_open + num_sequences > limit:
@@ -252,8 +252,8 @@ class Engine:
         ]
         self.scheduler.make_room(max((p.num_tokens for p in probes), default=0))
         with self.scheduler.apart():
-            for probe in probes:
-                probe.arrival = -1
+            for arrival, probe in enumerate(probes, -len(probes)):
+                probe.arrival = arrival
                 self.scheduler.add(probe)
             while not all(p.done.done() for p in probes):
                 self._pipeline.step()

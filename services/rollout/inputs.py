@@ -59,13 +59,12 @@ class Batch:
         if self.is_decode:
             ids_T[:] = -1 - self.slots_S
             return
-        begin = 0
-        for (seq, start, end, _), is_pending in zip(self.step, self.step.is_pending_S.tolist(), strict=True):
-            if is_pending:
-                ids_T[begin] = -1 - seq.slot
-            else:
-                ids_T[begin : begin + end - start] = seq.token_ids[start:end]
-            begin += end - start
+        step, first_S = self.step, np.cumsum(self.q_lens_S) - self.q_lens_S
+        is_known_S = ~step.is_pending_S
+        ids_T[first_S[step.is_pending_S]] = -1 - self.slots_S[step.is_pending_S]
+        columns = (step.seqs_S, first_S, step.starts_S, step.ends_S)
+        for seq, first, start, end in zip(*(column[is_known_S].tolist() for column in columns), strict=True):
+            ids_T[first : first + end - start] = seq.token_ids[start:end]
 
 
 class SlotTables:
@@ -82,17 +81,17 @@ class SlotTables:
 
     def batch(self, step: Step) -> Batch:
         """Brings the tables up to date with the step."""
-        at: list[Array] = []
-        pages: list[int] = []
+        at: list[int] = []
+        new: list[int] = []
         for seq in step.changed:
-            num_tabled = seq.num_tabled_pages
-            if not num_tabled:
+            first, row = seq.num_tabled_pages, seq.slot * self.max_pages
+            if not first:
                 self._enter(seq)
-            new = seq.pages[num_tabled:]
-            self.pages[seq.slot, num_tabled : len(seq.pages)] = new
-            at.append(np.arange(num_tabled, len(seq.pages)) + seq.slot * self.max_pages)
-            pages += new
             seq.num_tabled_pages = len(seq.pages)
+            at += range(row + first, row + seq.num_tabled_pages)
+            new += seq.pages[first:]
+        new_pages = np.array(at, np.int64), np.array(new, np.int32)
+        self.pages.reshape(-1)[new_pages[0]] = new_pages[1]
         q_lens_S = step.ends_S - step.starts_S
         num_tokens = int(q_lens_S.sum())
         is_decode = num_tokens == len(step) and bool(step.is_pending_S.all())
@@ -110,7 +109,7 @@ class SlotTables:
             stints_R=stints_R,
             num_tokens=num_tokens,
             is_decode=is_decode,
-            new_pages=(np.concatenate(at) if at else np.zeros(0, np.int64), np.array(pages, np.int32)),
+            new_pages=new_pages,
         )
 
     def kv_slots(self, slots_T: Array, positions_T: Array, page_size: int) -> Array:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from typing import TypeAlias
 
 from services.rollout.sequence import Sequence
 
-Content = tuple[int | None, list[int]]
+Content: TypeAlias = "tuple[int | None, array[int]]"
 """The page before it, and its token ids."""
 
 
@@ -26,7 +27,7 @@ class PagePool:
     """Allots `num_pages` pages of `page_size` tokens.
 
     >>> pool = PagePool(num_pages=4, page_size=2)
-    >>> seq = Sequence(arrival=0, token_ids=[5, 6, 7])
+    >>> seq = Sequence(arrival=0, token_ids=array("i", [5, 6, 7]))
     >>> pool.allocate(seq, pool.lookup(seq)), seq.pages
     (True, [0, 1])
     """
@@ -39,7 +40,10 @@ class PagePool:
         self.num_pages, self.page_size, self.shares_prefixes = num_pages, page_size, shares_prefixes
         self._root = b""
         self._references = [0] * num_pages
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._free = list(reversed(range(num_pages)))
+        """Free and not cached, the next one last."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Free and cached, least recently released first."""
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._content_of: dict[int, Content] = {}
@@ -47,7 +51,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
@@ -60,6 +64,8 @@ class PagePool:
         """Begins the chain of another version: every cached page is forgotten. No sequence may hold a page, unless it is kept."""
         assert keeps_kv or self.num_free == self.num_pages, "pages are held across a weight swap"
         self._root = manifest_digest.encode()
+        self._free = [*reversed(self._idle), *self._free]
+        self._idle.clear()
         self._page_of.clear()
         self._key_of.clear()
         self._content_of.clear()
@@ -96,11 +102,11 @@ class PagePool:
         assert not seq.pages
         num_new = self.num_pages_for(len(seq.token_ids)) - len(hits)
         num_free_hits = sum(self._references[page] == 0 for page in hits)
-        if num_new + num_free_hits + spare > len(self._free):
+        if num_new + num_free_hits + spare > self.num_free:
             return False
         for page in hits:
             if self._references[page] == 0:
-                del self._free[page]
+                del self._idle[page]
             self._references[page] += 1
         seq.pages = hits + [self._take() for _ in range(num_new)]
         seq.num_computed, seq.num_shared_pages = len(hits) * self.page_size, len(hits)
@@ -112,7 +118,7 @@ class PagePool:
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Pages for `num_tokens` tokens in all; False, changing nothing, if too few are free."""
         num_new = self.num_pages_for(num_tokens) - len(seq.pages)
-        if num_new > len(self._free):
+        if num_new > self.num_free:
             return False
         for _ in range(num_new):
             seq.pages.append(self._take())
@@ -141,14 +147,17 @@ class PagePool:
 
     def release(self, seq: Sequence) -> None:
         """Takes every page from `seq`; cached ones stay findable."""
-        for key in seq.page_keys:
+        for key in seq.page_keys[seq.num_shared_pages :]:
             if self._claims.get(key) is seq:
                 del self._claims[key]
         for page in reversed(seq.pages):
             self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free[page] = None
-                self._free.move_to_end(page, last=page in self._key_of)
+            if self._references[page]:
+                continue
+            if page in self._key_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
         seq.pages = []
         seq.num_computed = seq.num_shared_pages = 0
 
@@ -157,17 +166,18 @@ class PagePool:
         return self.shares_prefixes and seq.shares_pages and not seq.is_mixed
 
     def _take(self) -> int:
-        page, _ = self._free.popitem(last=False)
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)], self._content_of[page]
         self._references[page] = 1
-        key = self._key_of.pop(page, None)
-        if key is not None:
-            del self._page_of[key], self._content_of[page]
         return page
 
     def _content(self, seq: Sequence, index: int, pages: list[int]) -> Content:
         return pages[index - 1] if index else None, self._page_tokens(seq, index)
 
-    def _page_tokens(self, seq: Sequence, index: int) -> list[int]:
+    def _page_tokens(self, seq: Sequence, index: int) -> array[int]:
         return seq.token_ids[index * self.page_size : (index + 1) * self.page_size]
 
     def _extend_keys(self, seq: Sequence) -> None:
@@ -177,6 +187,6 @@ class PagePool:
             keys.append(page_key(parent, self._page_tokens(seq, index)))
 
 
-def page_key(parent: bytes, token_ids: list[int]) -> bytes:
+def page_key(parent: bytes, token_ids: array[int]) -> bytes:
     """Index of a page: a hash of everything that its keys and values depend on, weights included."""
-    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()

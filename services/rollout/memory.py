@@ -30,7 +30,7 @@ def measured(config: RolloutConfig, model: ServedModel, step_bytes: int) -> Roll
 
 def sized(config: RolloutConfig, num_tokens: int, max_model_len: int) -> RolloutConfig:
     """The config with a cache of whole pages, at most what the kernels can number. Raises UnservableRun."""
-    num_tokens = min(num_tokens, MOST_TOKENS) // config.page_size * config.page_size
+    num_tokens = min(num_tokens, MOST_TOKENS) // config.tokens_per_page * config.tokens_per_page
     if num_tokens < max_model_len:
         raise UnservableRun(
             f"the GPU has room for a KV cache of {max(num_tokens, 0)} tokens, one sequence of the run may have {max_model_len}; "

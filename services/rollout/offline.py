@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -188,7 +189,7 @@ def group_of(
         group.append(
             Sample(
                 arrival=0,
-                token_ids=[*prompt, *tokens],
+                token_ids=array("i", [*prompt, *tokens]),
                 request=request,
                 trajectory_id=f"{number}.{index}",
                 sample_index=index,

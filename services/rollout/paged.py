@@ -116,7 +116,7 @@ class PagedRunner(ModelRunner):
         # well, that replay would overwrite the hidden states.
         if has_scorings and (len(batch.samples) or fitting not in self._graphs):
             fitting = None
-        self._block.fill(batch, self.tables, fitting or shape, self.config.page_size, self._tile_queries)
+        self._block.fill(batch, self.tables, fitting or shape, self.config.tokens_per_page, self._tile_queries)
         begin, previous_end = self.clock.mark(), self.clock.passed(previous_end)
         self._block.send()
         self._table_pages(batch)
@@ -194,7 +194,7 @@ class PagedRunner(ModelRunner):
             seq, first = block["tile_seqs"][: shape.tiles], block["tile_firsts"][: shape.tiles]
             tiles = Tiles(seq, first, self._tile_queries, self._many_rows)
             launches.append(Launch(tiles, None, self.ops.serial_chunk, walks=True))
-        where = CachedRows(block["contexts"], block["q_starts"], self._pages, self.config.page_size)
+        where = CachedRows(block["contexts"], block["q_starts"], self._pages, self.config.tokens_per_page)
         return CachedPlan(where, tuple(launches))
 
     def _draw(self, batch: Batch) -> Tensor:
@@ -282,7 +282,7 @@ class PagedRunner(ModelRunner):
         """Bytes that the largest step takes besides weights and cache."""
         run = self.model.run
         tokens = self.config.max_step_tokens
-        self.cache = KVCache(run.model, self.config.page_size, run.dtype, self.device)
+        self.cache = KVCache(run.model, self.config.tokens_per_page, run.dtype, self.device)
         chunk = self.ops.choose_chunk(run.model.num_kv_heads, 1)
         shape = Shape(tokens=tokens, ones=0, longs=0, chunks=1, chunk=chunk, tiles=self._most_tiles(tokens))
         self._send_nothing(tokens)

@@ -64,7 +64,9 @@ class Pipeline:
         self._given = self.config = config = replace(config, device=device_of(config.device))
         # A measured cache gets its pages with its model.
         num_pages = 1 if config.is_measured else config.num_pages
-        self.pages = PagePool(num_pages=num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes)
+        self.pages = PagePool(
+            num_pages=num_pages, page_size=config.tokens_per_page, shares_prefixes=config.shares_prefixes
+        )
         self.scheduler = Scheduler(
             self.pages,
             max_running=config.max_running,
@@ -94,7 +96,7 @@ class Pipeline:
         self.config = config = self.runner.config
         if self._given.is_measured:
             self.pages = self.scheduler.pages = PagePool(
-                num_pages=config.num_pages, page_size=config.page_size, shares_prefixes=config.shares_prefixes
+                num_pages=config.num_pages, page_size=config.tokens_per_page, shares_prefixes=config.shares_prefixes
             )
             self.pages.reset(model.version.digest)
 
@@ -221,7 +223,7 @@ class Pipeline:
                 finish_reason=reason,
             )
         )
-        sample.logprobs, sample.top1 = [], []
+        sample.begin_chunk()
 
     def _require_finite(self, samples: np.ndarray, logprobs: np.ndarray) -> None:
         # A row behind the end of its sequence continues a sequence like any other: it is finite too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -79,10 +79,9 @@ def samples_of(
     )
     if not message.samples:
         raise InvalidRequest("a call without samples; give at least one")
-    if len({s.trajectory_id for s in message.samples} - {""}) != len(message.samples):
-        raise InvalidRequest(
-            f"every sample needs a trajectory_id of its own, got {[s.trajectory_id for s in message.samples]}"
-        )
+    names = [s.trajectory_id for s in message.samples]
+    if len({*names} - {""}) != len(names):
+        raise InvalidRequest(f"every sample needs a trajectory_id of its own, got {names}")
     prompt = _token_ids(message.prompt_token_ids, "prompt_token_ids", model.run.model.vocab_size)
     if not prompt:
         raise InvalidRequest("prompt_token_ids is empty; a prompt has at least one token")
@@ -92,11 +91,13 @@ def samples_of(
             f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} exceed {limit}, "
             f"the least of the run's max_model_len ({run.max_model_len}) and the cache; shorten one of them"
         )
-    return [_sample(s, request, prompt, model, decode) for s in message.samples]
+    # One without strings keeps nothing of a sample.
+    shared = None if sampling.stop else StopRule(sampling)
+    return [_sample(s, request, prompt, model, shared or StopRule(sampling, decode)) for s in message.samples]
 
 
 def _sample(
-    message: pb.Sample, request: GroupRequest, prompt: list[int], model: ServedModel, decode: Decode | None
+    message: pb.Sample, request: GroupRequest, prompt: array[int], model: ServedModel, stop_rule: StopRule
 ) -> Sample:
     continued = _token_ids(message.token_ids, f"token_ids of {message.trajectory_id}", model.run.model.vocab_size)
     if len(continued) > request.sampling.max_tokens:
@@ -111,7 +112,7 @@ def _sample(
         sample_index=message.sample_index,
         num_prompt_tokens=len(prompt),
         num_continued_tokens=len(continued),
-        stop_rule=StopRule(request.sampling, decode),
+        stop_rule=stop_rule,
     )
 
 
@@ -144,18 +145,13 @@ def replies(chunks: Sequence[SampleChunk], fingerprint: str) -> Iterator[pb.Gene
             reply.chunks.add(
                 trajectory_id=chunk.sample.trajectory_id,
                 start=chunk.start,
-                token_ids=_packed("i", chunk.token_ids),
-                logprobs=_packed("f", chunk.logprobs),
-                top1=_packed("i", chunk.top1),
+                token_ids=chunk.token_ids.tobytes(),
+                logprobs=chunk.logprobs.tobytes(),
+                top1=chunk.top1.tobytes(),
                 kv=chunk.kv,
                 finish_reason=chunk.finish_reason or "",
             )
         yield reply
-
-
-def _packed(kind: str, values: Sequence[float]) -> bytes:
-    """Little-endian int32 ("i") or float32 ("f"). For so few numpy takes longer, in a thread that the engine's competes with."""
-    return struct.pack(f"<{len(values)}{kind}", *values)
 
 
 def tokenizer_decode(model_name: str) -> Decode:
@@ -180,10 +176,12 @@ def tokenizer_decode(model_name: str) -> Decode:
     return decode
 
 
-def _token_ids(data: bytes, name: str, vocab_size: int) -> list[int]:
+def _token_ids(data: bytes, name: str, vocab_size: int) -> array[int]:
     if len(data) % 4:
         raise InvalidRequest(f"{name} must be int32 values, got {len(data)} bytes")
+    if not data:
+        return array("i")
     ids = int32_array(data)
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise InvalidRequest(f"{name} must be in [0, {vocab_size}), got values from {ids.min()} to {ids.max()}")
-    return ids.tolist()
+    return array("i", data)

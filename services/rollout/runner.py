@@ -56,7 +56,7 @@ class ModelRunner:
         self.config, self.model = config, model
         self.device = model.numerics.ops.device
         self.clock, self.times = Clock(self.device), StepTimes()
-        max_pages = -(-model.run.config.max_model_len // config.page_size)
+        max_pages = -(-model.run.config.max_model_len // config.tokens_per_page)
         self.tables = SlotTables(num_slots=config.max_running, max_pages=max_pages)
         # One more than slots: what padding leaves goes to the last.
         self.last_token = torch.zeros(config.max_running + 1, dtype=torch.int64, device=self.device)
@@ -168,12 +168,12 @@ class ModelRunner:
         ).logprob
 
     def _layout(self, batch: Batch) -> AttentionLayout:
-        num_pages = -(-int(batch.ends_S.max()) // self.config.page_size)
+        num_pages = -(-int(batch.ends_S.max()) // self.config.tokens_per_page)
         return AttentionLayout(
             q_lens=torch.from_numpy(batch.q_lens_S),
             context_lens=torch.from_numpy(batch.ends_S.copy()),
             pages=torch.from_numpy(self.tables.pages[batch.slots_S, :num_pages].astype(np.int64)),
-            page_size=self.config.page_size,
+            page_size=self.config.tokens_per_page,
         )
 
     def to_device(self, values: np.ndarray) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,14 +72,19 @@ class Sample(Sequence):
     num_continued_tokens: int
     """Sampled elsewhere and given with the request."""
     stop_rule: StopRule
-    logprobs: list[float] = field(default_factory=list)
-    """Of the tokens sampled since the last chunk; float32 values. As up to date as `token_ids`."""
-    top1: list[int] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """float32, of the tokens sampled since the last chunk. As up to date as `token_ids`."""
+    top1: array[int] = field(default_factory=lambda: array("i"))
+    """int32"""
 
     @property
     def num_sampled_tokens(self) -> int:
         """Continued ones included: the index of the next token to sample."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def begin_chunk(self) -> None:
+        """What was sampled since the last one belongs to another now."""
+        self.logprobs, self.top1 = array("f"), array("i")
 
 
 def _running() -> Future[np.ndarray]:
@@ -100,13 +106,13 @@ class Scoring(Sequence):
     """Resolves to `logprobs`. Can't be cancelled: abort the scoring instead."""
 
     @classmethod
-    def of(cls, ids: list[int], temperature: float) -> Scoring:
+    def of(cls, ids: array[int] | list[int], temperature: float) -> Scoring:
         """One logprob per token from the second on; reads no cached page, since every row is wanted."""
         return cls(
             arrival=0,
-            token_ids=ids[:-1],
+            token_ids=array("i", ids[:-1]),
             shares_pages=False,
-            targets=ids[1:],
+            targets=list(ids[1:]),
             temperature=temperature,
             logprobs=np.full(len(ids) - 1, np.nan, np.float32),
         )
@@ -121,16 +127,15 @@ class Version:
     digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleChunk:
+class SampleChunk(NamedTuple):
     """Tokens of one sample, all from one version."""
 
     sample: Sample
     start: int
     """Index of the first one among the sampled tokens."""
-    token_ids: list[int]
-    logprobs: list[float]
-    top1: list[int]
+    token_ids: array[int]
+    logprobs: array[float]
+    top1: array[int]
     version: Version
     kv: Kv
     """Whether every one was sampled behind keys and values of this version alone."""

@@ -15,7 +15,7 @@ Legend: S sequences of a step, in ascending order of slot.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,7 +63,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Puts a sequence in line. It must fit in an empty cache with every token it may ever have."""
         seq.state = SequenceState.WAITING
-        insort(self.waiting, seq, key=_arrival)
+        self.waiting.insert(_position(self.waiting, seq), seq)
 
     def schedule(self) -> Step:
         """The next step: at most `max_step_tokens` tokens, at least one if there is work and nothing is pending."""
@@ -216,11 +216,12 @@ class Scheduler:
                 remaining.append(seq)
                 continue
             # One spare page for each older one that runs: without it its next page boundary would preempt who just came in.
-            if not self.pages.allocate(seq, hits, spare=bisect_left(self.running, seq.arrival, key=_arrival)):
+            num_older = _position(self.running, seq)
+            if not self.pages.allocate(seq, hits, spare=num_older):
                 remaining += self.waiting[position:]
                 break
             self.num_prefix_hit_tokens += seq.num_computed
-            self._enter(seq)
+            self._enter(seq, num_older)
             size = min(len(seq.token_ids) - seq.num_computed, self.max_chunk_tokens, budget)
             admitted.append((seq.slot, size))
             budget -= size
@@ -230,25 +231,31 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         self.num_preemptions += 1
-        seq.state = SequenceState.WAITING
-        insort(self.waiting, seq, key=_arrival)
+        self.add(seq)
 
-    def _enter(self, seq: Sequence) -> None:
+    def _enter(self, seq: Sequence, num_older: int) -> None:
         seq.state, seq.num_tabled_pages = SequenceState.RUNNING, 0
-        insort(self.running, seq, key=_arrival)
+        self.running.insert(num_older, seq)
         self.slots.enter(seq)
         self.slots.capacities[seq.slot] = len(seq.pages) * self.pages.page_size
         self._set_share_at(seq)
         self._changed.append(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+        del self.running[_position(self.running, seq)]
         self.slots.leave(seq)
         self.pages.release(seq)
 
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival
+
+
+def _position(seqs: list[Sequence], seq: Sequence) -> int:
+    """Of a sequence, or where it belongs, among others of ascending arrival. The youngest are asked for most."""
+    if not seqs or seqs[-1].arrival < seq.arrival:
+        return len(seqs)
+    return bisect_left(seqs, seq.arrival, key=_arrival)
 
 
 def _sorted(slots_S: Array, sizes_S: Array) -> tuple[Array, Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,9 +31,11 @@ class Sequence:
     """
 
     arrival: int
-    """Place in the queue, smallest first; kept for life, whatever preempts the sequence."""
-    token_ids: list[int]
-    """Prompt and sampled tokens: everything whose keys and values the next step must have, but for what is pending."""
+    """Place in the queue, smallest first and nobody else's; kept for life, whatever preempts the sequence."""
+    token_ids: array[int]
+    """Prompt and sampled tokens, int32: everything whose keys and values the next step must have, but for what is pending. In a
+    list every token would be an object: hundreds of samples that end together would drag megabytes through the caches of the
+    thread that launches and of the one that makes messages."""
     shares_pages: bool = True
     """Whether it may read cached pages and leave its own behind. False where every row is wanted."""
     limit: int = sys.maxsize

@@ -87,17 +87,18 @@ class Slots:
         """Args: tokens_per_chunk, sampled tokens of one sample that are sent together, at most."""
         self.num_slots, self.tokens_per_chunk = num_slots, tokens_per_chunk
         self.seqs = np.full(num_slots, None, object)
-        self.stints, self.computed, self.known, self.pending, self.limits, self.capacities = (
-            np.zeros(num_slots, np.int64) for _ in range(6)
-        )
-        self.share_at, self.look_at = (np.full(num_slots, NEVER) for _ in range(2))
-        self.runs, self.is_continued = (np.zeros(num_slots, bool) for _ in range(2))
+        self._counters = np.zeros((6, num_slots), np.int64)
+        self.stints, self.computed, self.known, self.pending, self.limits, self.capacities = self._counters
+        self._thresholds = np.full((2, num_slots), NEVER)
+        self.share_at, self.look_at = self._thresholds
+        self._flags = np.zeros((2, num_slots), bool)
+        self.runs, self.is_continued = self._flags
         self._stop_ids = np.full((MOST_STOP_IDS, num_slots), NO_TOKEN, np.int32)
         self._settled = np.zeros(num_slots, np.int64)
         """Tokens that the object has."""
         self._tails = np.zeros((3, num_slots, min(tokens_per_chunk, MOST_TAIL)), np.int32)
         """Sampled since: ids, bits of logprobs, top-1 ids."""
-        self._logprobs = self._tails[1].view(np.float32)
+        self._tail_bytes = self._tails.reshape(-1).data.cast("B")
         self._free = list(reversed(range(num_slots)))
         self._num_stints = 0
 
@@ -123,11 +124,8 @@ class Slots:
         """Takes the place away; the object is up to date."""
         slot = seq.slot
         self.settle(seq)
-        for counters in (self.stints, self.computed, self.known, self.pending, self.limits, self.capacities):
-            counters[slot] = 0
-        self.seqs[slot], self.share_at[slot], self.look_at[slot] = None, NEVER, NEVER
-        self.runs[slot] = self.is_continued[slot] = False
-        self._stop_ids[:, slot] = NO_TOKEN
+        self.seqs[slot], self._counters[:, slot], self._thresholds[:, slot] = None, 0, NEVER
+        self._flags[:, slot], self._stop_ids[:, slot] = False, NO_TOKEN
         self._free.append(slot)
         seq.slot = -1
 
@@ -148,12 +146,16 @@ class Slots:
         num_known = self.known.item(slot)
         tail = num_known - self._settled.item(slot)
         if tail:
-            seq.token_ids += self._tails[0, slot, :tail].tolist()
+            seq.token_ids.frombytes(self._tail(0, slot, tail))
             if isinstance(seq, Sample):
-                seq.logprobs += self._logprobs[slot, :tail].tolist()
-                seq.top1 += self._tails[2, slot, :tail].tolist()
+                seq.logprobs.frombytes(self._tail(1, slot, tail))
+                seq.top1.frombytes(self._tail(2, slot, tail))
             self._settled[slot] = num_known
         seq.num_computed, seq.num_pending = self.computed.item(slot), self.pending.item(slot)
+
+    def _tail(self, kind: int, slot: int, num_tokens: int) -> memoryview:
+        begin = (kind * self.num_slots + slot) * self._tails.strides[1]
+        return self._tail_bytes[begin : begin + 4 * num_tokens]
 
     def num_tokens(self, seq: Sequence) -> int:
         """Of one that has a place, pending ones included."""

@@ -17,7 +17,7 @@ MARGIN = 8
 
 
 class StopRule:
-    """Decides after each sampled token. One per sample.
+    """Decides after each sampled token. One per sample; without stop strings it keeps nothing, and samples may share it.
 
     Args:
         params: of the request.
@@ -37,7 +37,7 @@ class StopRule:
         """Whether every token has to be shown to `check`; otherwise only one of `stop_ids` and the last can end the sample."""
         return self._strings is not None
 
-    def check(self, token_ids: list[int], num_prompt_tokens: int) -> FinishReason | None:
+    def check(self, token_ids: Sequence[int], num_prompt_tokens: int) -> FinishReason | None:
         """After the last of `token_ids`; with stop strings call it at every token, or once for a continuation's tokens.
 
         Args:
@@ -67,7 +67,7 @@ class StopStrings:
         self._skipped = 0
         """Sampled tokens before the window."""
 
-    def found(self, token_ids: list[int], num_prompt_tokens: int) -> bool:
+    def found(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Whether the text of `token_ids[num_prompt_tokens:]` contains a stop string, given that it did not before."""
         text = self._decode(token_ids[num_prompt_tokens + self._skipped :])
         if self._occurs(text) and (not self._skipped or self._occurs(self._decode(token_ids[num_prompt_tokens:]))):

@@ -194,7 +194,7 @@ def test_the_engine_waits_for_nobody_who_takes_its_tokens(monkeypatch):
     assert not harness.chunks, "nobody has taken one"
     event_loop.call_soon(event_loop.stop)
     event_loop.run_forever()
-    assert [i for chunk in harness.chunks for i in chunk.token_ids] == sample.token_ids[3:]
+    assert [i for chunk in harness.chunks for i in chunk.token_ids] == sample.token_ids[3:].tolist()
     harness.loop.stop(DEADLINE_S)
     event_loop.close()
 

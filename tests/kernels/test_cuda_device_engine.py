@@ -129,7 +129,7 @@ def test_a_cache_of_automatic_size_takes_its_share_of_the_memory(ops: CudaOps) -
     tokens = engine.engine.config.kv_capacity_tokens
     per_token = MODEL.num_layers * 2 * MODEL.num_kv_heads * MODEL.head_dim * 2
     assert 0.01 * free_bytes < tokens * per_token < 0.05 * free_bytes
-    assert engine.engine.pages.num_pages == tokens // engine.engine.config.page_size
+    assert engine.engine.pages.num_pages == tokens // engine.engine.config.tokens_per_page
     engine.submit([1, 2, 3], max_tokens=3)
     assert engine.run()["0.0"].finish == "length"
 

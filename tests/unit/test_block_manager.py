@@ -1,6 +1,7 @@
 """The page pool: no page is lost, shared pages are equal from the first token on, and the oldest goes first."""
 
 import ast
+from array import array
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ LIGHT_MODULES = ("sequence", "kv_cache", "stopping", "config")
 
 
 def sequence(tokens, arrival=0, **kwargs):
-    return Sequence(arrival=arrival, token_ids=list(tokens), **kwargs)
+    return Sequence(arrival=arrival, token_ids=array("i", tokens), **kwargs)
 
 
 def admitted(pool, tokens, arrival=0):
@@ -68,7 +69,7 @@ def test_nothing_is_found_after_a_reset_to_another_digest():
 
 
 def test_a_key_belongs_to_its_digest():
-    assert kv_cache.page_key(b"a", [1, 2]) != kv_cache.page_key(b"b", [1, 2])
+    assert kv_cache.page_key(b"a", array("i", [1, 2])) != kv_cache.page_key(b"b", array("i", [1, 2]))
 
 
 def test_a_reset_under_held_pages_is_a_bug():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def step(made: Scheduler) -> None:
 @given(before=st.integers(1, 5), after=st.integers(0, 5))
 def test_pages_that_mix_versions_are_never_found_again(before: int, after: int) -> None:
     made = scheduler()
-    old = Sequence(arrival=0, token_ids=[1, 2, 3, 4, 5])
+    old = Sequence(arrival=0, token_ids=array("i", [1, 2, 3, 4, 5]))
     made.add(old)
     for _ in range(before):
         step(made)
@@ -42,7 +44,7 @@ def test_pages_that_mix_versions_are_never_found_again(before: int, after: int) 
         step(made)
     assert (old.state, old.is_mixed, old.pages[: len(held)]) == (SequenceState.RUNNING, True, held)
     assert made.pages.num_cached == 0
-    twin = Sequence(arrival=1, token_ids=list(old.token_ids))
+    twin = Sequence(arrival=1, token_ids=old.token_ids[:])
     assert made.pages.lookup(twin) == []
     made.add(twin)
     step(made)
@@ -54,7 +56,7 @@ def test_pages_that_mix_versions_are_never_found_again(before: int, after: int) 
 
 def test_a_probe_gets_its_place_from_the_youngest() -> None:
     made = scheduler(num_pages=6, max_running=2)
-    seqs = [Sequence(arrival=i, token_ids=[i, 2, 3]) for i in range(2)]
+    seqs = [Sequence(arrival=i, token_ids=array("i", [i, 2, 3])) for i in range(2)]
     for seq in seqs:
         made.add(seq)
     step(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from services.rollout.kv_cache import PagePool
 from services.rollout.recompute import Recompute
 from services.rollout.scheduler import Scheduler
@@ -17,7 +19,7 @@ def scheduler_of(*lengths: int) -> Scheduler:
 
 
 def add(scheduler: Scheduler, arrival: int, length: int) -> Sequence:
-    seq = Sequence(arrival=arrival, token_ids=[100 * arrival + i for i in range(length)], limit=60)
+    seq = Sequence(arrival=arrival, token_ids=array("i", [100 * arrival + i for i in range(length)]), limit=60)
     scheduler.add(seq)
     return seq
 

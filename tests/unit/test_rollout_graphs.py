@@ -1,5 +1,6 @@
 """Sizes of captured steps, and the block that a step's inputs are sent in."""
 
+from array import array
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -168,7 +169,7 @@ def step_of(*shares, changed=()):
 def test_padding_belongs_to_nobody_and_is_written_nowhere():
     tables = SlotTables(num_slots=4, max_pages=8)
     block = Block(Fields(num_slots=4, num_rows=4, num_tiles=8), num_tokens=32, device=torch.device("cpu"))
-    seqs = [Sequence(arrival=i, token_ids=list(range(10, 21)), slot=slot) for i, slot in enumerate((2, 0))]
+    seqs = [Sequence(arrival=i, token_ids=array("i", range(10, 21)), slot=slot) for i, slot in enumerate((2, 0))]
     seqs[0].pages, seqs[1].pages = [5, 6, 7], [1, 2, 3]
     seqs[0].num_pending = 1
     batch = tables.batch(step_of((seqs[1], 2, 11), (seqs[0], 11, 12), changed=seqs))
@@ -189,7 +190,7 @@ def test_padding_belongs_to_nobody_and_is_written_nowhere():
 
 def test_new_pages_of_a_long_context_are_sent_and_nothing_else_of_it():
     tables = SlotTables(num_slots=2, max_pages=8192)
-    seq = Sequence(arrival=0, token_ids=[1] * 131071, slot=1, pages=list(range(8192)))
+    seq = Sequence(arrival=0, token_ids=array("i", [1]) * 131071, slot=1, pages=list(range(8192)))
     at, pages = tables.batch(step_of((seq, 131000, 131071), changed=[seq])).new_pages
     assert (len(at), at[0], pages[-1]) == (8192, 8192, 8191)
     assert len(tables.batch(step_of((seq, 131071, 131072))).new_pages[0]) == 0
@@ -204,12 +205,20 @@ def test_a_measured_cache_has_whole_pages_and_holds_a_sequence_or_says_what_to_d
         sized(config, 511, 512)
 
 
+def test_what_is_chosen_by_device_can_be_given():
+    cpu, gpu, given = RolloutConfig(), RolloutConfig(device="cuda"), RolloutConfig(page_size=4, stream_tokens=7)
+    assert [(c.tokens_per_page, c.tokens_per_chunk) for c in (cpu, gpu, given)] == [(16, 4), (64, 128), (4, 7)]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("device", "tpu", "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ("kv_memory_share", 0.0, "kv_memory_share must be above 0"),
         ("kv_cache_tokens", -1, "kv_cache_tokens must be >= 1, or 0 to choose by device"),
+        ("kv_cache_tokens", 15, "kv_cache_tokens must hold one page of 16, got 15"),
+        ("page_size", -1, "page_size must be >= 1, or 0 to choose by device"),
+        ("page_size", 48, "page_size must be a power of two, got 48"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(field, value, message):

@@ -1,5 +1,6 @@
 """The scheduler, driven by a fake model: budgets, order, preemption, sharing, and the end of every sequence."""
 
+from array import array
 from collections import deque
 
 import numpy as np
@@ -17,7 +18,7 @@ def scheduler_of(*, num_pages=64, page_size=4, max_running=8, max_step_tokens=64
 
 
 def add(scheduler, arrival, tokens):
-    seq = Sequence(arrival=arrival, token_ids=list(tokens))
+    seq = Sequence(arrival=arrival, token_ids=array("i", tokens))
     scheduler.add(seq)
     return seq
 

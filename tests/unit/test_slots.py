@@ -1,5 +1,6 @@
 """What lives by slot is what a plain visit to every sequence would have come to."""
 
+from array import array
 from collections import deque
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def sample_of(prompt, *, arrival=0, max_tokens=9, decode=None, **params):
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     return Sample(
         arrival=arrival,
-        token_ids=list(prompt),
+        token_ids=array("i", prompt),
         limit=len(prompt) + max_tokens,
         request=GroupRequest(seed=arrival, prompt_number=arrival, sampling=sampling, stream=None),
         trajectory_id=str(arrival),
@@ -72,11 +73,11 @@ def test_a_sample_ends_and_streams_as_if_it_were_looked_at_after_every_token(
         expected = plain.check([1, 2, *tokens[: i + 1]], 2)
         if len(due) or data.draw(st.booleans()):
             slots.settle(sample)
-            assert sample.token_ids == [1, 2, *tokens[: i + 1]]
+            assert sample.token_ids.tolist() == [1, 2, *tokens[: i + 1]]
             assert sample.num_pending == 0
             held = len(sample.logprobs)
             assert np.float32(sample.logprobs).tobytes() == np.float32(logprobs[i + 1 - held :]).tobytes()
-            assert sample.top1 == [t + 1 for t in tokens[i + 1 - held : i + 1]]
+            assert sample.top1.tolist() == [t + 1 for t in tokens[i + 1 - held : i + 1]]
             assert 0 < held <= most
         if expected is not None:
             assert len(due), "an end is seen at once"
@@ -85,7 +86,8 @@ def test_a_sample_ends_and_streams_as_if_it_were_looked_at_after_every_token(
         if len(due):
             assert sample.stop_rule.check(sample.token_ids, 2) is None
             if slots.room(sample) == 0:
-                sample.logprobs, sample.top1, chunks = [], [], chunks + 1
+                sample.begin_chunk()
+                chunks += 1
             slots.watch(sample)
         elif i + 1 == len(tokens):
             slots.settle(sample)
@@ -108,7 +110,7 @@ def test_chunks_of_a_group_are_due_together_and_those_of_groups_that_came_togeth
         for sample in slots.seqs[found].tolist():
             slots.settle(sample)
             assert slots.room(sample) == 0
-            sample.logprobs, sample.top1 = [], []
+            sample.begin_chunk()
             slots.watch(sample)
     assert [len(groups) for groups in due] == [8] * 16
     assert all(groups == sorted([groups[0]] * 4 + [groups[-1]] * 4) for groups in due)
@@ -125,7 +127,7 @@ def test_the_chunk_that_ends_a_sample_takes_what_it_can_hold(max_tokens, most, n
             slots.settle(sample)
             if slots.room(sample) == 0:
                 sizes.append(len(sample.logprobs))
-                sample.logprobs, sample.top1 = [], []
+                sample.begin_chunk()
             slots.watch(sample)
     assert max(sizes) <= most
     assert len(sizes) <= -(-max_tokens // most) + 1
@@ -147,7 +149,13 @@ def scheduler_of(num_pages, max_step_tokens, max_chunk_tokens, max_running):
 def signature(scheduler, step):
     chunks = [(c.seq.arrival, c.seq.slot, c.start, c.end, c.is_last, list(c.seq.pages)) for c in step]
     queues = [[s.arrival for s in queue] for queue in (scheduler.running, scheduler.waiting)]
-    return chunks, queues, [s.arrival for s in step.changed], list(scheduler.pages._free), scheduler.num_preemptions
+    return (
+        chunks,
+        queues,
+        [s.arrival for s in step.changed],
+        [*scheduler.pages._free, *scheduler.pages._idle],
+        scheduler.num_preemptions,
+    )
 
 
 def drive(scheduler, step, in_flight, ends):
@@ -161,7 +169,7 @@ def drive(scheduler, step, in_flight, ends):
         if seq.slot >= 0 and slots.stints[seq.slot] == stint:
             slots.extend(np.array([seq.slot]), np.full((3, 1), seq.arrival, np.int32))
             slots.settle(seq)
-            seq.logprobs, seq.top1 = [], []
+            seq.begin_chunk()
             slots.watch(seq)
         else:
             seq.num_pending -= 1
@@ -270,7 +278,7 @@ def test_a_chunks_message_has_the_bits_of_what_was_sampled(rows):
     ids, logprobs, top1 = ([row[i] for row in rows] for i in range(3))
     sample = sample_of([1])
     chunk = SampleChunk(
-        sample=sample, start=0, token_ids=ids, logprobs=logprobs, top1=top1,
+        sample=sample, start=0, token_ids=array("i", ids), logprobs=array("f", logprobs), top1=array("i", top1),
         version=Version(lineage=0, step=1, digest="d"), kv=Kv.FRESH, finish_reason=None,
     )  # fmt: skip
     ((message,),) = (reply.chunks for reply in replies([chunk], "f"))

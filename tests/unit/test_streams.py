@@ -1,6 +1,7 @@
 """What a Generate call sends: everything that was delivered, in order, in few messages, and then how it ended."""
 
 import asyncio
+from array import array
 from itertools import groupby
 from unittest.mock import patch
 
@@ -32,15 +33,15 @@ def sample_of(name: str) -> Sample:
     sampling = SamplingParams(max_tokens=9)
     request = GroupRequest(seed=0, prompt_number=0, sampling=sampling, stream=None)
     return Sample(
-        arrival=0, token_ids=[1], request=request, trajectory_id=name, sample_index=0, num_prompt_tokens=1,
+        arrival=0, token_ids=array("i", [1]), request=request, trajectory_id=name, sample_index=0, num_prompt_tokens=1,
         num_continued_tokens=0, stop_rule=StopRule(sampling),
     )  # fmt: skip
 
 
 def chunk_of(name="t", *, start=0, count=1, version=VERSIONS[0], finish=None) -> SampleChunk:
     return SampleChunk(
-        sample=sample_of(name), start=start, token_ids=list(range(count)), logprobs=[-0.5] * count,
-        top1=list(range(1, count + 1)), version=version, kv=Kv.FRESH, finish_reason=finish,
+        sample=sample_of(name), start=start, token_ids=array("i", range(count)), logprobs=array("f", [-0.5] * count),
+        top1=array("i", range(1, count + 1)), version=version, kv=Kv.FRESH, finish_reason=finish,
     )  # fmt: skip
 
 
