@@ -6,7 +6,7 @@
 So the device never waits for the host to hand on what it sampled. What the host does not know yet, the device does: a step
 takes the tokens of the last one where it left them. A sequence that turns out to have ended at n has a row in each step launched
 since, which is dropped. The runner says how many steps are in flight at most: two as above, or three, so that a host that is held
-up for as long as a step takes still comes in time.
+up for as long as a step takes still comes in time. Where many samples end with a step, others are launched while it is read.
 """
 
 from __future__ import annotations
@@ -110,16 +110,12 @@ class Pipeline:
         Returns:
             Whether there was anything to compute or to read.
         """
-        coming = self._launch()
+        has_launched = self._fill_up()
         on_launch()
-        if coming is not None:
-            self._in_flight.append(coming)
-            assert self.runner is not None
-            if len(self._in_flight) < self.runner.most_in_flight:
-                return True
-        elif not self._in_flight:
+        if not self._in_flight:
             return False
-        self._read(self._in_flight.popleft())
+        if not (has_launched and self._takes_more):
+            self._read(self._in_flight.popleft(), meanwhile=self._fill_up)
         return True
 
     def drain(self) -> None:
@@ -139,6 +135,17 @@ class Pipeline:
         if sample.slot >= 0:
             self.scheduler.slots.watch(sample)
 
+    @property
+    def _takes_more(self) -> bool:
+        return self.runner is None or len(self._in_flight) < self.runner.most_in_flight
+
+    def _fill_up(self) -> bool:
+        """Launches the next step if there is one and the runner takes it. Returns whether it did."""
+        coming = self._launch() if self._takes_more else None
+        if coming is not None:
+            self._in_flight.append(coming)
+        return coming is not None
+
     def _launch(self) -> Flight | None:
         begin = time.monotonic()
         step = self.scheduler.schedule()
@@ -156,21 +163,32 @@ class Pipeline:
         self.counters.prefill_tokens += flight.num_tokens - len(flight.batch.samples)
         return flight
 
-    def _read(self, flight: Flight) -> None:
-        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped."""
+    def _read(self, flight: Flight, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Hands on what a step computed; what was sampled behind the end of a sequence is dropped.
+
+        Args:
+            meanwhile: may launch; called where many have ended and more are to be looked at.
+        """
         assert self.runner is not None
         self.runner.wait(flight)
         begin = time.monotonic()
+
+        def apart() -> None:
+            nonlocal begin
+            started = time.monotonic()
+            meanwhile()
+            begin += time.monotonic() - started
+
         if flight.scored is not None:
             _fill_scorings(flight.batch.step, flight.scored.numpy())
         num_rows = len(flight.batch.samples)
         if num_rows:
             drawn_3R = flight.drawn.numpy()[:, :num_rows]
             self._require_finite(flight.batch.samples, drawn_3R[1].view(np.float32))
-            self._extend(flight.batch, drawn_3R)
+            self._extend(flight.batch, drawn_3R, meanwhile=apart)
         self.times.read_s += time.monotonic() - begin
 
-    def _extend(self, batch: Batch, drawn_3R: np.ndarray) -> None:
+    def _extend(self, batch: Batch, drawn_3R: np.ndarray, *, meanwhile: Callable[[], object]) -> None:
         """One token more for each sample that is still open; those where something is due are looked at."""
         slots, slots_R, c = self.scheduler.slots, batch.slots_R, self.counters
         is_there_R = slots.stints[slots_R] == batch.stints_R
@@ -180,9 +198,12 @@ class Pipeline:
             slots_R, drawn_3R = slots_R[is_there_R], drawn_3R[:, is_there_R]
         c.sampled_tokens += len(slots_R)
         c.continued_tokens += int(np.count_nonzero(slots.is_continued[slots_R]))
-        for sample in slots.seqs[slots.extend(slots_R, drawn_3R)].tolist():
+        for i, sample in enumerate(slots.seqs[slots.extend(slots_R, drawn_3R)].tolist(), 1):
             slots.settle(sample)
             self._look(sample)
+            if i % self.scheduler.most_at_once == 0:
+                # To the step launched here it is as if those not looked at yet were still to be read.
+                meanwhile()
 
     def _extend_gone(self, sample: Sample, token: np.int32, logprob_bits: np.int32, top1: np.int32) -> None:
         """A token of one that lost its place after the launch: it was preempted, or is over."""

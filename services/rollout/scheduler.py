@@ -1,7 +1,7 @@
 """Who runs in the next step: continuous batching in arrival order under a token budget. No tensors.
 
 Every step gives each running sequence, oldest first, one chunk: its next token in decode, up to `max_chunk_tokens` of
-what is not computed in prefill. Then waiting sequences are admitted in arrival order. Pages are allotted optimistically,
+what is not computed in prefill. Then waiting sequences are admitted in arrival order, `most_at_once` at most. Pages are allotted optimistically,
 for the tokens that exist; when they run out the youngest running sequence is preempted: it gives up its pages, keeps its
 tokens and its place in the queue, and is computed again later. The oldest that runs is never preempted for another and one
 sequence of full length fits in the cache, so it always advances. Nobody overtakes a waiting sequence, except while it waits
@@ -28,6 +28,10 @@ from services.rollout.slots import NEVER, Slots, Step
 Array = np.ndarray
 
 
+LEAST_AT_ONCE = 32
+"""`Scheduler.most_at_once` of one with few places."""
+
+
 class Scheduler:
     """NEW -> WAITING -> RUNNING -> FINISHED, with RUNNING -> WAITING on preemption.
 
@@ -47,6 +51,9 @@ class Scheduler:
         """Args: tokens_per_chunk, of a sample's stream (`Slots`)."""
         self.pages = pages
         self.max_running, self.max_step_tokens, self.max_chunk_tokens = max_running, max_step_tokens, max_chunk_tokens
+        self.most_at_once = max(LEAST_AT_ONCE, max_running // 8)
+        """Sequences that get a place, or samples that are looked at for their end, between two launches. Each takes the host tens
+        of microseconds; where hundreds come or go together, the device would be out of work before the next launch."""
         self.waiting: list[Sequence] = []
         """Ascending arrival."""
         self.running: list[Sequence] = []
@@ -207,7 +214,7 @@ class Scheduler:
         remaining: list[Sequence] = []
         for position, seq in enumerate(self.waiting):
             # One that was preempted while steps with it were in flight must have its tokens before it can be computed again.
-            if budget == 0 or not self.slots.num_free or seq.num_pending:
+            if budget == 0 or len(admitted) == self.most_at_once or not self.slots.num_free or seq.num_pending:
                 remaining += self.waiting[position:]
                 break
             hits = self.pages.lookup(seq)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.rollout import pipeline
 from services.rollout.runner import ModelRunner
 from services.rollout.samples import Scoring
 from tests.integration.rollout_fixture import Driver, trainer_decoder, trainer_logprobs
@@ -79,12 +80,32 @@ def test_an_abort_drops_what_is_in_flight_and_frees_every_page(expected, depth):
     assert driver.engine.pages.num_free == driver.engine.pages.num_pages
 
 
+def test_where_many_end_together_those_who_wait_begin_before_the_others_are_looked_at(depth, monkeypatch):
+    events = []
+    launch, end = ModelRunner.launch, pipeline.Pipeline.end
+    monkeypatch.setattr(ModelRunner, "launch", lambda self, step: (events.append("launch"), launch(self, step))[1])
+    monkeypatch.setattr(pipeline.Pipeline, "end", lambda self, *args: (events.append("end"), end(self, *args))[1])
+    driver = Driver(max_running=6, shares_prefixes=False)
+    for number in range(2):
+        driver.submit([1, 2, 3], number=number, samples=6, max_tokens=4)
+    driver.step()
+    driver.engine.scheduler.most_at_once = 2
+    while "end" not in events:
+        driver.step()
+    first = events.index("end")
+    assert events[first : first + 6] == ["end", "end", "launch"] * 2
+    driver.run()
+    assert events.count("end") == 12
+
+
+@pytest.mark.parametrize("most_at_once", [1, 32])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_between_launch_and_reading_changes_no_bit(seed, expected, depth):
+def test_whatever_comes_between_launch_and_reading_changes_no_bit(seed, expected, depth, most_at_once):
     rng = random.Random(seed)
     driver = Driver(
         page_size=4, kv_cache_tokens=176, stream_tokens=rng.choice([1, 3]), max_running=5, max_chunk_tokens=11
     )
+    driver.engine.scheduler.most_at_once = most_at_once
     scorings, aborted, version = [], set(), 0
     todo = list(PROMPTS.items())
     while todo or driver.engine.has_work:

@@ -75,6 +75,13 @@ def test_the_budget_goes_to_the_oldest_first():
     assert [c.seq for c in step(scheduler)] == seqs[:2]
 
 
+def test_hundreds_that_come_together_get_their_places_over_several_steps():
+    scheduler = scheduler_of(max_running=200, num_pages=400, max_step_tokens=400)
+    for i in range(150):
+        add(scheduler, i, [i])
+    assert [len(step(scheduler)) for _ in range(6)] == [32, 64, 96, 128, 150, 150]
+
+
 def test_siblings_wait_for_the_first_ones_prompt_pages_and_then_compute_only_the_rest():
     scheduler = scheduler_of(page_size=4)
     prompt = list(range(9))
