@@ -1,11 +1,11 @@
 """Who runs in the next step: continuous batching in arrival order under a token budget. No tensors.
 
 Every step gives each running sequence, oldest first, one chunk: its next token in decode, up to `max_chunk_tokens` of
-what is not computed in prefill. Then waiting sequences are admitted in arrival order, `most_at_once` at most. Pages are allotted optimistically,
-for the tokens that exist; when they run out the youngest running sequence is preempted: it gives up its pages, keeps its
-tokens and its place in the queue, and is computed again later. The oldest that runs is never preempted for another and one
-sequence of full length fits in the cache, so it always advances. Nobody overtakes a waiting sequence, except while it waits
-for the prompt pages of an older sibling.
+what is not computed in prefill. Then waiting sequences are admitted in arrival order, `most_at_once` at most. Pages are
+allotted optimistically, for the tokens that exist; when they run out the youngest running sequence is preempted: it gives
+up its pages, keeps its tokens and its place in the queue, and is computed again later. The oldest that runs is never
+preempted for another and one sequence of full length fits in the cache, so it always advances. Nobody overtakes a waiting
+sequence, except while it waits for the prompt pages of an older sibling.
 
 Where budget and pages suffice for everybody that runs, as they nearly always do in decode, a step is made by arithmetic over the
 slots (`slots.py`); otherwise sequence by sequence, oldest first.
