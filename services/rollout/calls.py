@@ -53,6 +53,7 @@ class FrontProcess:
     def __init__(self, process: asyncio.subprocess.Process, frames: Frames) -> None:
         self._process, self._frames = process, frames
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._is_stopping = False
         self.port = 0
 
     @classmethod
@@ -98,7 +99,8 @@ class FrontProcess:
         pings.cancel()
         for open_call in self._calls.values():
             open_call.cancel()
-        log.warning("the gRPC server's process is gone", pid=self._process.pid)
+        if not self._is_stopping:
+            log.error("the gRPC server's process is gone", pid=self._process.pid)
 
     async def set(self, service: str, status: int) -> None:
         """Of grpc.health.v1."""
@@ -110,6 +112,7 @@ class FrontProcess:
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls, lets those that are open end for `grace_s`, and ends the process."""
+        self._is_stopping = True
         self._frames.send("stop", grace_s)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s + STOP_S)

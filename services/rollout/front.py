@@ -19,6 +19,8 @@ from functools import partial
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
 
 from services.rollout.frames import Frames
 from shared.process import setup_logging
@@ -27,16 +29,19 @@ from shared.wire.pb import rollout_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutEngine"]
 SILENT = "the engine's process stands still"
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 LAST_WORD_S = 1.0
 """For calls to say that the engine's process is gone."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Front(grpc.GenericRpcHandler):
-    """Calls by number."""
+    """Calls by number, and the health of the engine's process."""
 
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+    def __init__(self, frames: Frames, health: HealthServicer) -> None:
+        self._frames, self._health = frames, health
+        self._said: dict[str, int] = {}
+        """Of each name, the last health heard."""
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Queue[tuple[Any, ...]]] = {}
         self._methods = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
@@ -57,11 +62,21 @@ class Front(grpc.GenericRpcHandler):
             self.put(number, grpc.StatusCode.UNAVAILABLE.value[0], reason)
             self._frames.send("cancel", number)
 
+    async def say(self, service: str, status: int) -> None:
+        """The engine's process says so of its health."""
+        self._said[service] = status
+        await self._health.set(service, status)
+
     async def watch(self) -> None:
-        """Lets nobody wait for an engine's process that stands still; it is taken in again when it goes on."""
+        """Lets nobody wait for an engine's process that stands still, nor take it for one that serves, until it goes on."""
+        was_silent = False
         async for is_silent in self._frames.beats():
             if is_silent:
                 self.end(SILENT)
+            if is_silent != was_silent:
+                was_silent = is_silent
+                for service, status in [*self._said.items()]:
+                    await self._health.set(service, NOT_SERVING if is_silent else status)
 
     async def _call(self, method: str, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         if self._frames.is_other_silent:
@@ -94,8 +109,8 @@ async def serve(end: socket.socket, address: str) -> None:
     unblocked by: that process, which pings every PING_S, or its end; a call also by its client, and by `watch`
     """
     frames = await Frames.over(end)
-    front = Front(frames)
     server, health = rpc.aio_server()
+    front = Front(frames, health)
     server.add_generic_rpc_handlers((front,))
     try:
         port = rpc.bind(server, address)
@@ -109,7 +124,7 @@ async def serve(end: socket.socket, address: str) -> None:
         if kind in ("reply", "end"):
             front.put(*values)
         elif kind == "health":
-            await health.set(*values)
+            await front.say(*values)
         elif kind == "ping":
             frames.send("pong")
         elif kind == "drain":

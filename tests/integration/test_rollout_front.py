@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.process import EXIT_FAULT
 from shared.wire import rpc
@@ -25,11 +26,11 @@ from tests.integration.rollout_process import (
 @pytest.fixture
 def served():
     """A replica's process, its stub, the pid of its gRPC server, and a digest that it serves."""
-    with weight_sync_peer() as (peer, address), replica(address) as (process, stub):
+    with weight_sync_peer() as (peer, address), replica(address) as (service, stub):
         manifest = manifest_of(seed=0, step=0)
         serve_version(peer, stub, manifest, tensors_of(trainer_decoder("float32", 0)))
-        ready = next(line for line in process.log if line["event"] == "ready")
-        yield process.process, stub, ready, manifest.version.digest
+        ready = next(line for line in service.log if line["event"] == "ready")
+        yield service, stub, ready, manifest.version.digest
 
 
 def wait_for_end(pid: int) -> None:
@@ -51,6 +52,13 @@ def long_stream(stub, digest):
     return stream
 
 
+def watched_health(address):
+    """What is said of the process's health, whenever it changes."""
+    with rpc.channel(address) as channel:
+        for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S):
+            yield health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+
 def served_again(stub, request):
     """Replies of the first call that is not refused; it is until the replica's next sign of life."""
     while True:
@@ -59,34 +67,47 @@ def served_again(stub, request):
 
 
 def test_a_replica_ends_when_its_grpc_server_is_killed(served):
-    process, stub, ready, digest = served
+    service, stub, ready, digest = served
     stream = long_stream(stub, digest)
     os.kill(ready["grpc_pid"], signal.SIGKILL)
     assert code_of(lambda: list(stream))[0] is grpc.StatusCode.UNAVAILABLE
-    assert process.wait(DEADLINE_S) == EXIT_FAULT
+    assert service.process.wait(DEADLINE_S) == EXIT_FAULT
 
 
 def test_the_grpc_server_ends_when_its_replica_is_killed(served):
-    process, stub, ready, digest = served
+    service, stub, ready, digest = served
     stream = long_stream(stub, digest)
-    process.kill()
+    service.process.kill()
     assert code_of(lambda: list(stream)) == (grpc.StatusCode.UNAVAILABLE, "the engine's process is gone")
     wait_for_end(ready["grpc_pid"])
 
 
 def test_calls_of_a_replica_that_stands_still_end_and_it_is_taken_in_again_when_it_goes_on(served):
-    process, stub, _, digest = served
+    service, stub, ready, digest = served
     stream = long_stream(stub, digest)
-    process.send_signal(signal.SIGSTOP)
+    health = watched_health(ready["address"])
+    assert next(health) == "SERVING"
+    service.process.send_signal(signal.SIGSTOP)
     try:
         still = grpc.StatusCode.UNAVAILABLE, "the engine's process stands still"
         assert code_of(lambda: list(stream)) == still
         assert code_of(lambda: stub.Status(pb.StatusRequest(), timeout=DEADLINE_S)) == still
+        assert next(health) == "NOT_SERVING"
     finally:
-        process.send_signal(signal.SIGCONT)
+        service.process.send_signal(signal.SIGCONT)
+    assert next(health) == "SERVING"
+    health.close()
     replies = served_again(stub, request_of(digest, range(20), max_tokens=4))
     assert sum(len(chunk.token_ids) for reply in replies for chunk in reply.chunks) == 4 * 4
-    assert process.poll() is None
+    assert service.process.poll() is None
+
+
+def test_an_orderly_end_leaves_no_process_and_misses_none(served):
+    service, _, ready, _ = served
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(DEADLINE_S) == 0
+    wait_for_end(ready["grpc_pid"])
+    assert not [line for line in service.last_lines() if line["level"] == "error"]
 
 
 def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_served(served):
