@@ -71,8 +71,9 @@ def waiting(r: Results, engine: Results) -> str:
     if not found:
         return ""
     shares = " and ".join(f"{percent(f['value'])} with lag {f['params']['lag']}" for f in found)
+    unmet = "" if all(f["ratio"] >= 1 for f in found) else ", which is not met"
     return f"""\
-The GPU waits for the host in {shares} of generation ({limit(found[0])} was the target): while a batch comes in,
+The GPU waits for the host in {shares} of generation ({limit(found[0])} was the target{unmet}): while a batch comes in,
 and while hundreds of samples end together. In the engine alone it waits for {percent(engine.value("tiny", "gpu_waits_share"))}
 with this model and 1,024 sequences, for {percent(engine.value("uniform", "gpu_waits_share"))} with the 1.7B shape."""
 

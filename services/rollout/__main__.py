@@ -38,10 +38,9 @@ log = structlog.get_logger()
 
 async def serve(config: RolloutConfig) -> int:
     """Serves until SIGTERM, a refusal or a fault. Returns the exit code."""
-    config = replace(config, device=device_of(config.device))
     stop = stop_event()
     event_loop = asyncio.get_running_loop()
-    front = await FrontProcess.start(f"{config.host}:{config.port}")
+    front = await FrontProcess.start(f"{config.host}:{config.port}", log_level=config.log_level)
     address = config.advertised_address or f"{config.host}:{front.port}"
     link = ReplicaLink(
         config.weight_sync,
@@ -97,6 +96,8 @@ async def _until_over(
     if stop.is_set():
         return 0
     if calls.done():
+        if (error := calls.exception()) is not None:
+            log.error("calls are no longer taken, exiting", reason=str(error))
         return EXIT_FAULT
     try:
         await registration
@@ -114,6 +115,11 @@ def main() -> int:
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(YOUNG_OBJECTS)
+    try:
+        config = replace(config, device=device_of(config.device))
+    except ValueError as error:
+        log.error("not a configuration for this machine", reason=str(error))
+        return EXIT_CONFIG
     try:
         return asyncio.run(serve(config))
     except OSError as error:

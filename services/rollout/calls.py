@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import NoReturn
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from services.rollout.frames import Frames
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Ended(Exception):
-    """What `Call.abort` raises."""
+    """The call is over, with this code: what `Call.abort` raises."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -57,11 +58,11 @@ class FrontProcess:
         self.port = 0
 
     @classmethod
-    async def start(cls, address: str) -> FrontProcess:
+    async def start(cls, address: str, *, log_level: str = "info") -> FrontProcess:
         """Binds and serves `address`; calls wait until `run`. Raises OSError when the address is taken or the process fails."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "services.rollout.front", str(theirs.fileno()), address]
+            command = [sys.executable, "-m", "services.rollout.front", str(theirs.fileno()), address, log_level]
             process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=[theirs.fileno()], stdout=asyncio.subprocess.PIPE
             )
@@ -92,8 +93,10 @@ class FrontProcess:
         async for kind, *values in self._frames.received():
             if kind == "call":
                 number, method, seconds_left, request = values
-                call = self._run(service, number, method, request, Call(seconds_left))
-                self._calls[number] = asyncio.create_task(call)
+                call = asyncio.create_task(self._run(service, number, method, request, Call(seconds_left)))
+                self._calls[number] = call
+                # Not by the call itself: one that is cancelled before it begins never runs.
+                call.add_done_callback(partial(self._forget, number))
             elif kind == "cancel" and values[0] in self._calls:
                 self._calls[values[0]].cancel()
         pings.cancel()
@@ -121,6 +124,9 @@ class FrontProcess:
             await self._process.wait()
         self._frames.close()
 
+    def _forget(self, number: int, _call: asyncio.Task[None]) -> None:
+        del self._calls[number]
+
     async def _ping(self) -> None:
         async for is_silent in self._frames.beats():
             if is_silent:
@@ -131,8 +137,7 @@ class FrontProcess:
     async def _run(self, service: RolloutEngineServicer, number: int, method: str, request: bytes, call: Call) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            message = _REQUESTS[method].FromString(request)
-            answer = getattr(service, method)(message, call)
+            answer = getattr(service, method)(_parsed(method, request), call)
             if isinstance(answer, AsyncGenerator):
                 async with aclosing(answer):
                     async for reply in answer:
@@ -142,13 +147,15 @@ class FrontProcess:
                 self._frames.send("reply", number, (await answer).SerializeToString())
         except Ended as ended:
             code, details = ended.code, ended.details
-        except DecodeError as error:
-            code, details = grpc.StatusCode.INTERNAL, f"no {_REQUESTS[method].DESCRIPTOR.name}: {error}"
-        except ConnectionError:
-            log.warning("the gRPC server's process is gone, a reply is lost", method=method)
         except Exception as error:
             log.exception("a call failed", method=method)
             code, details = grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"
-        finally:
-            del self._calls[number]
         self._frames.send("end", number, code.value[0], details)
+
+
+def _parsed(method: str, request: bytes) -> Message:
+    kind = _REQUESTS[method]
+    try:
+        return kind.FromString(request)
+    except DecodeError as error:
+        raise Ended(grpc.StatusCode.INTERNAL, f"no {kind.DESCRIPTOR.name}: {error}") from error

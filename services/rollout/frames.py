@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -43,8 +44,9 @@ class Frames:
             self._writer.write(msgpack.packb(frame))
 
     async def drain(self) -> None:
-        """Until the other side has taken most of what was sent. Raises ConnectionError when it is gone."""
-        await self._writer.drain()
+        """Until the other side has taken most of what was sent, or is gone."""
+        with suppress(ConnectionError):
+            await self._writer.drain()
 
     @property
     def is_other_silent(self) -> bool:

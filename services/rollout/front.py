@@ -1,4 +1,4 @@
-"""A replica's gRPC server, in a process of its own: `python -m services.rollout.front FD HOST:PORT`, started by the replica.
+"""A replica's gRPC server, a process of its own: `python -m services.rollout.front FD HOST:PORT LEVEL`, started by the replica.
 
     clients --gRPC--> this process --frames--> the engine's process
 
@@ -75,8 +75,8 @@ class Front(grpc.GenericRpcHandler):
                 self.end(SILENT)
             if is_silent != was_silent:
                 was_silent = is_silent
-                for service, status in [*self._said.items()]:
-                    await self._health.set(service, NOT_SERVING if is_silent else status)
+                for service in [*self._said]:
+                    await self._health.set(service, NOT_SERVING if is_silent else self._said[service])
 
     async def _call(self, method: str, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         if self._frames.is_other_silent:
@@ -111,6 +111,8 @@ async def serve(end: socket.socket, address: str) -> None:
     frames = await Frames.over(end)
     server, health = rpc.aio_server()
     front = Front(frames, health)
+    # A HealthServicer begins with SERVING; the engine's process will say so.
+    await front.say("", NOT_SERVING)
     server.add_generic_rpc_handlers((front,))
     try:
         port = rpc.bind(server, address)
@@ -139,8 +141,8 @@ async def serve(end: socket.socket, address: str) -> None:
 
 
 def main() -> None:
-    descriptor, address = sys.argv[1:]
-    setup_logging("rollout")
+    descriptor, address, log_level = sys.argv[1:]
+    setup_logging("rollout", level=log_level)
     # The engine's process hears them too, and says when to stop.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -113,6 +113,7 @@ class Pipeline:
         has_launched = self._fill_up()
         on_launch()
         if not self._in_flight:
+            assert not self.scheduler.has_work, "work but no step: a sequence exceeds the cache"
             return False
         if not (has_launched and self._takes_more):
             self._read(self._in_flight.popleft(), meanwhile=self._fill_up)
@@ -167,7 +168,7 @@ class Pipeline:
         """Hands on what a step computed; what was sampled behind the end of a sequence is dropped.
 
         Args:
-            meanwhile: may launch; called where many have ended and more are to be looked at.
+            meanwhile: may launch; called after every `Scheduler.most_at_once` samples that were looked at.
         """
         assert self.runner is not None
         self.runner.wait(flight)
@@ -202,7 +203,8 @@ class Pipeline:
             slots.settle(sample)
             self._look(sample)
             if i % self.scheduler.most_at_once == 0:
-                # To the step launched here it is as if those not looked at yet were still to be read.
+                # To a step launched here it is as if those not looked at yet were still to be read. It may overwrite what
+                # `drawn_3R` is a view of.
                 meanwhile()
 
     def _extend_gone(self, sample: Sample, token: np.int32, logprob_bits: np.int32, top1: np.int32) -> None:

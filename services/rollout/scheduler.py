@@ -73,7 +73,7 @@ class Scheduler:
         self.waiting.insert(_position(self.waiting, seq), seq)
 
     def schedule(self) -> Step:
-        """The next step: at most `max_step_tokens` tokens, at least one if there is work and nothing is pending."""
+        """The next step: at most `max_step_tokens` tokens, at least one if there is work and nobody's end is still to be seen."""
         num_preemptions = self.num_preemptions
         slots_S, sizes_S = self._everybody() or self._oldest_first()
         budget = self.max_step_tokens - int(sizes_S.sum())
@@ -83,9 +83,7 @@ class Scheduler:
                 slots, sizes = zip(*admitted, strict=True)
                 slots_S, sizes_S = _sorted(np.append(slots_S, slots), np.append(sizes_S, sizes))
         changed, self._changed = self._changed, []
-        step = self.slots.step(slots_S, sizes_S, changed)
-        assert len(step) or not self.has_work or self._is_any_pending, "work but no step: a sequence exceeds the cache"
-        return step
+        return self.slots.step(slots_S, sizes_S, changed)
 
     def complete(self, step: Step) -> None:
         """The step's keys and values are in the cache, or will be before anything launched from now on reads them."""
@@ -203,10 +201,6 @@ class Scheduler:
         num_pages = self.pages.num_pages_for(num_tokens)
         while self.running and not (self.slots.num_free and self.pages.num_free >= num_pages):
             self._preempt(self.running[-1])
-
-    @property
-    def _is_any_pending(self) -> bool:
-        return bool(self.slots.pending.any()) or any(seq.num_pending for seq in self.waiting)
 
     def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Gives places to those that wait, oldest first. Returns (slot, size) of each."""

@@ -42,8 +42,7 @@ class Sequence:
     """Tokens at which it ends: none is computed behind them."""
     state: SequenceState = SequenceState.NEW
     num_pending: int = 0
-    """Tokens sampled by steps whose results are not read yet, at most one when a step is scheduled: they have a place, but no
-    id here."""
+    """Tokens sampled by steps in flight: they have a place, but no id here."""
     num_computed: int = 0
     """Tokens whose keys and values are in the pages, or will be before any later step runs."""
     pages: list[int] = field(default_factory=list)

@@ -49,7 +49,7 @@ async def set_health(health: Health, *, serving: bool, service: str = "") -> Non
 
 
 def aio_server() -> tuple[grpc.aio.Server, HealthServicer]:
-    """A server with grpc.health.v1 added, NOT_SERVING until `set_health` says otherwise."""
+    """A server with grpc.health.v1 added. Until `set_health` says otherwise the empty name is SERVING and any other unknown."""
     server = grpc.aio.server(options=OPTIONS)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -74,6 +74,14 @@ def test_a_replica_ends_when_its_grpc_server_is_killed(served):
     assert service.process.wait(DEADLINE_S) == EXIT_FAULT
 
 
+def test_a_grpc_server_that_stands_still_is_killed_and_its_replica_ends(served):
+    service, _, ready, _ = served
+    os.kill(ready["grpc_pid"], signal.SIGSTOP)
+    assert service.process.wait(DEADLINE_S) == EXIT_FAULT
+    assert "the gRPC server's process stands still" in [line["event"] for line in service.last_lines()]
+    wait_for_end(ready["grpc_pid"])
+
+
 def test_the_grpc_server_ends_when_its_replica_is_killed(served):
     service, stub, ready, digest = served
     stream = long_stream(stub, digest)
