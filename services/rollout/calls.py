@@ -58,7 +58,7 @@ class FrontProcess:
         self.port = 0
 
     @classmethod
-    async def start(cls, address: str, *, log_level: str = "info") -> FrontProcess:
+    async def start(cls, address: str, *, log_level: str) -> FrontProcess:
         """Binds and serves `address`; calls wait until `run`. Raises OSError when the address is taken or the process fails."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -147,7 +147,7 @@ class FrontProcess:
                 self._frames.send("reply", number, (await answer).SerializeToString())
         except Ended as ended:
             code, details = ended.code, ended.details
-        except Exception as error:
+        except Exception as error:  # the call's edge, as gRPC's own
             log.exception("a call failed", method=method)
             code, details = grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"
         self._frames.send("end", number, code.value[0], details)

@@ -20,9 +20,8 @@ import msgpack
 from shared.wire import rpc
 
 PING_S, MOST_SILENT = 2.0, 5
-"""How often the engine's process is asked for a sign of life by its own pings, and after how many such times without a frame the
-other side counts as hanging. They are counted, not timed: a process that was stopped itself finds nobody silent. gRPC's keepalive
-gives a peer 15 s."""
+"""How often the engine's process pings, and after how many such beats without a frame either side takes the other to stand still.
+They are counted, not timed: a process that was stopped itself finds nobody silent. gRPC's keepalive gives a peer 15 s."""
 READ_BYTES = 1 << 18
 
 

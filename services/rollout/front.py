@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from services.rollout.frames import Frames
@@ -29,14 +28,13 @@ from shared.wire.pb import rollout_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutEngine"]
 SILENT = "the engine's process stands still"
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 LAST_WORD_S = 1.0
 """For calls to say that the engine's process is gone."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Front(grpc.GenericRpcHandler):
-    """Calls by number, and the health of the engine's process."""
+    """Calls by number, and the health of the engine's process (`rpc.Health`)."""
 
     def __init__(self, frames: Frames, health: HealthServicer) -> None:
         self._frames, self._health = frames, health
@@ -62,7 +60,7 @@ class Front(grpc.GenericRpcHandler):
             self.put(number, grpc.StatusCode.UNAVAILABLE.value[0], reason)
             self._frames.send("cancel", number)
 
-    async def say(self, service: str, status: int) -> None:
+    async def set(self, service: str, status: int) -> None:
         """The engine's process says so of its health."""
         self._said[service] = status
         await self._health.set(service, status)
@@ -76,7 +74,10 @@ class Front(grpc.GenericRpcHandler):
             if is_silent != was_silent:
                 was_silent = is_silent
                 for service in [*self._said]:
-                    await self._health.set(service, NOT_SERVING if is_silent else self._said[service])
+                    if is_silent:
+                        await rpc.set_health(self._health, serving=False, service=service)
+                    else:
+                        await self._health.set(service, self._said[service])
 
     async def _call(self, method: str, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         if self._frames.is_other_silent:
@@ -112,7 +113,7 @@ async def serve(end: socket.socket, address: str) -> None:
     server, health = rpc.aio_server()
     front = Front(frames, health)
     # A HealthServicer begins with SERVING; the engine's process will say so.
-    await front.say("", NOT_SERVING)
+    await rpc.set_health(front, serving=False)
     server.add_generic_rpc_handlers((front,))
     try:
         port = rpc.bind(server, address)
@@ -126,7 +127,7 @@ async def serve(end: socket.socket, address: str) -> None:
         if kind in ("reply", "end"):
             front.put(*values)
         elif kind == "health":
-            await front.say(*values)
+            await front.set(*values)
         elif kind == "ping":
             frames.send("pong")
         elif kind == "drain":

@@ -44,6 +44,11 @@ class Batch:
         return self.step.ends_S
 
     @property
+    def firsts_S(self) -> Array:
+        """Packed row of each share's first token."""
+        return np.cumsum(self.q_lens_S) - self.q_lens_S
+
+    @property
     def rows_R(self) -> Array:
         """Packed row behind which each sample's next token is drawn."""
         return (np.cumsum(self.q_lens_S) - 1)[self.sampled_R]
@@ -51,18 +56,17 @@ class Batch:
     @property
     def positions_T(self) -> Array:
         """Absolute position of each token."""
-        first = np.cumsum(self.q_lens_S) - self.q_lens_S
-        return np.arange(self.num_tokens) + (self.step.starts_S - first).repeat(self.q_lens_S)
+        return np.arange(self.num_tokens) + (self.step.starts_S - self.firsts_S).repeat(self.q_lens_S)
 
     def write_ids(self, ids_T: Array) -> None:
         """Token ids; -1 - slot where the token is pending on the device."""
         if self.is_decode:
             ids_T[:] = -1 - self.slots_S
             return
-        step, first_S = self.step, np.cumsum(self.q_lens_S) - self.q_lens_S
+        step, firsts_S = self.step, self.firsts_S
         is_known_S = ~step.is_pending_S
-        ids_T[first_S[step.is_pending_S]] = -1 - self.slots_S[step.is_pending_S]
-        columns = (step.seqs_S, first_S, step.starts_S, step.ends_S)
+        ids_T[firsts_S[step.is_pending_S]] = -1 - self.slots_S[step.is_pending_S]
+        columns = (step.seqs_S, firsts_S, step.starts_S, step.ends_S)
         for seq, first, start, end in zip(*(column[is_known_S].tolist() for column in columns), strict=True):
             ids_T[first : first + end - start] = seq.token_ids[start:end]
 

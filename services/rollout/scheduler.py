@@ -73,7 +73,7 @@ class Scheduler:
         self.waiting.insert(_position(self.waiting, seq), seq)
 
     def schedule(self) -> Step:
-        """The next step: at most `max_step_tokens` tokens, at least one if there is work and nobody's end is still to be seen."""
+        """The next step: at most `max_step_tokens` tokens, one or more if there is work and none is in flight or being read."""
         num_preemptions = self.num_preemptions
         slots_S, sizes_S = self._everybody() or self._oldest_first()
         budget = self.max_step_tokens - int(sizes_S.sum())
