@@ -11,7 +11,6 @@ fused AdamW, eager and compiled. MFU counts 6 x parameters x tokens and causal a
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -19,9 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 

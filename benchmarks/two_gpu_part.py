@@ -7,14 +7,10 @@ torchrun --nproc-per-node N -m benchmarks.two_gpu_part train MODEL_DIR OUT DEVIC
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-# cuBLAS is deterministic only with a fixed workspace, and reads this when it starts.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
 import torch
