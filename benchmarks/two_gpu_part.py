@@ -24,6 +24,7 @@ from services.trainer.packing import MicroBatch
 from services.trainer.policy import load_policy, on_device, score_micro_batch
 from shared.kernels import build_ops, self_check
 from shared.models import load_config, named_weights, packed_layout, save_model
+from shared.process import end_process
 from shared.wire.run import OptimizerConfig, RunConfig
 
 NUM_SEQUENCES = 32
@@ -132,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

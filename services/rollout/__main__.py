@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import uuid
 from dataclasses import replace
@@ -21,7 +20,7 @@ from services.rollout.pipeline import Outputs, device_of
 from services.rollout.server import RolloutService
 from shared.config import EXIT_CONFIG, load_or_exit
 from shared.metrics import server as metrics
-from shared.process import EXIT_FAULT, EXIT_REFUSED, setup_logging, stop_event
+from shared.process import EXIT_FAULT, EXIT_REFUSED, end_process, setup_logging, stop_event
 from shared.wire import rpc
 from shared.wire.weights import REPLICA_RPC_TIMEOUT_S, RefusedError, ReplicaLink, WeightSyncError
 
@@ -128,7 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stderr.flush()
-    # A thread that is still inside a kernel or a fetch would crash the interpreter's own way out.
-    os._exit(exit_code)
+    end_process(main())

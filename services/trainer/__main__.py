@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import structlog
 import torch
@@ -15,7 +14,7 @@ from services.trainer.link import Link, Refused, Stopping
 from services.trainer.loop import serve
 from services.trainer.server import StatusBoard, StatusServer
 from shared.config import load_or_exit
-from shared.process import EXIT_FAULT, EXIT_REFUSED, setup_logging
+from shared.process import EXIT_FAULT, EXIT_REFUSED, end_process, setup_logging
 
 log = structlog.get_logger()
 
@@ -61,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -16,6 +16,7 @@ from services.trainer.checkpoint import Saver
 from services.trainer.distributed import join, leave
 from services.trainer.export import export
 from shared.config import structure
+from shared.process import end_process
 from shared.wire.run import RunConfig
 from tests.integration.test_trainer_checkpoints import DEADLINE_S, go_on
 from tests.integration.trainer_testing import build_learner
@@ -48,3 +49,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)
