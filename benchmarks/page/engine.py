@@ -16,6 +16,7 @@ PARTS = {
 }  # fmt: skip
 """Of the budget -> as the page calls them."""
 UNMEASURED = "rest"
+LOGIT_BYTES = 4
 
 
 def workloads(r: Results) -> str:
@@ -121,7 +122,8 @@ def floors_ms(r: Results) -> dict[str, float]:
         part: 1e3 * max(BYTES * n / bandwidth, 2 * n * params["sequences"] / matmul) for part, n in weights.items()
     }
     read = BYTES * kv_elements(QWEN3_1_7B) * params["sequences"] * params["context"]
-    return found | {"attention": 1e3 * read / bandwidth}
+    logits = LOGIT_BYTES * QWEN3_1_7B.vocab_size * params["sequences"]
+    return found | {"attention": 1e3 * read / bandwidth, "sampling": 1e3 * logits / bandwidth}
 
 
 def parts_ms(r: Results, mode: str) -> dict[str, float]:
@@ -171,9 +173,10 @@ machine, part by part. A floor is a part's bytes at the copy bandwidth or its FL
 {table(["part", "exact, ms", "fast, ms", "target, ms", "met", "floor, ms", "of the floor"], rows)}
 
 Attention reads keys and values at {floors["attention"] / exact["attention"]:.2f} of the copy bandwidth (the target
-is {floors["attention"] / TARGETS_MS["attention"]:.2f}). Left above the floors: {more}. Sampling
-({exact["sampling"]:.2f} ms), the small kernels ({exact["small"]:.2f}) and the rest ({exact[UNMEASURED]:.2f}) have
-no floor but zero."""
+is {floors["attention"] / TARGETS_MS["attention"]:.2f}). Left above the floors: {more}. Sampling is arithmetic more
+than bytes: a 32-bit word of Philox4x32-10 and two logarithms for each of
+{params["sequences"] * QWEN3_1_7B.vocab_size:,} logits, so that a draw depends on seed, prompt, sample and position
+alone. The small kernels ({exact["small"]:.2f} ms) and the rest ({exact[UNMEASURED]:.2f}) have no floor but zero."""
 
 
 def section(r: Results) -> str:
