@@ -17,6 +17,7 @@ PARTS = {
 """Of the budget -> as the page calls them."""
 UNMEASURED = "rest"
 LOGIT_BYTES = 4
+"""float32."""
 
 
 def workloads(r: Results) -> str:

@@ -24,9 +24,6 @@ def main() -> int:
     config = load_or_exit(TrainerConfig, service="trainer")
     # All ranks do the same; rank 0 tells of it.
     setup_logging("trainer", level=config.log_level if os.environ.get("RANK", "0") == "0" else "warning")
-    # PyTorch gives cuBLAS a workspace for each stream, which is all that it takes for products to repeat. This variable, which
-    # older releases asked for, it would read anew in every product: a small model's step took 1.4 times as long.
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     torch.use_deterministic_algorithms(True)
     # Deterministic mode would write NaN into every fresh tensor, a fifth of a step's time; kernels write what they allocate.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """CUDA products under the interpreter: one bit class, the table that dispatches over it, experts."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from shared.kernels import InexactKernelError, reference
 from shared.kernels.__main__ import lines
 from shared.kernels.certify import BUCKETS, Entry, Table, UncertifiedError, shape_key
+from shared.kernels.cuda.fast import FastCudaOps
 from shared.kernels.cuda.gemm import FEW_TOKENS, MANY_TOKENS, REFERENCE, Tile, gemm
 from shared.kernels.cuda.grouped import combine, grouped_linear, route
 from shared.kernels.cuda.members import CUBLASLT, TILES, run_member
@@ -198,3 +200,10 @@ def test_a_tokens_experts_do_not_depend_on_its_batch() -> None:
     whole = run(slice(0, 12))
     for rows in (slice(5, 6), slice(0, 7)):
         assert same_bits(run(rows), whole[rows])
+
+
+@pytest.mark.parametrize("ops", [CudaOps, FastCudaOps])
+def test_no_environment_changes_the_librarys_workspace(ops: type[CudaOps], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    ops(torch.device("cpu"))
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
